@@ -1,0 +1,1 @@
+"""The ``ninfer-jax`` command: one file per verb."""

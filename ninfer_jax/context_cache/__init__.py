@@ -1,0 +1,1 @@
+"""Logical cache policy: catalogs, sessions, demand, and the manager that holds them."""

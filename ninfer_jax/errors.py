@@ -1,0 +1,48 @@
+"""The NinferError family. Expected outcomes are values elsewhere; only mistakes and broken contracts raise."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class NinferError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class OptionError(NinferError, ValueError):
+    """An option is out of range or contradicts another; the message names field, value and bound (F-3)."""
+
+
+class PromptError(NinferError, ValueError):
+    """A prompt or message list cannot be represented; the message says what was got and what to change."""
+
+
+class RequestErrorKind(Enum):
+    """Why one request was refused or ended without an answer, while the engine goes on (Q-7)."""
+
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    OVERLOADED = "overloaded"
+    QUEUE_TIMEOUT = "queue_timeout"
+    CANCELLED = "cancelled"
+    UNAVAILABLE = "unavailable"
+    FAULT = "fault"
+
+
+class RequestError(NinferError):
+    """One request ended without a complete answer; ``kind`` says why."""
+
+    def __init__(self, kind: RequestErrorKind, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class EngineClosedError(NinferError):
+    """The engine was closed, or latched a failure, before this call."""
+
+
+class StaleHandleError(NinferError):
+    """A handle's generation no longer matches its slot; nothing was changed (R-12)."""
+
+
+class InvariantError(NinferError):
+    """Two numbers that must agree do not; the engine treats it as an engine-wide failure (Q-7)."""

@@ -1,0 +1,1 @@
+"""The only physical authority: buffers, allocators, reservations and execution."""
