@@ -44,5 +44,9 @@ class StaleHandleError(NinferError):
     """A handle's generation no longer matches its slot; nothing was changed (R-12)."""
 
 
+class ContractError(NinferError):
+    """A call came out of order or with values it may not have; it was refused before anything changed."""
+
+
 class InvariantError(NinferError):
     """Two numbers that must agree do not; the engine treats it as an engine-wide failure (Q-7)."""
