@@ -54,7 +54,9 @@ class RequestState(Enum):
 _NEXT_STATES: dict[RequestState, frozenset[RequestState]] = {
     RequestState.WAITING: frozenset({RequestState.MATERIALIZING, RequestState.FINISHED}),
     # back to WAITING when a transition aborts before anything was published
-    RequestState.MATERIALIZING: frozenset({RequestState.PREFILL, RequestState.WAITING, RequestState.FINISHED}),
+    RequestState.MATERIALIZING: frozenset(
+        {RequestState.PREFILL, RequestState.WAITING, RequestState.FINISHED}
+    ),
     RequestState.PREFILL: frozenset(
         {RequestState.DECODE_READY, RequestState.CONTROL_READY, RequestState.TERMINAL_PENDING}
     ),
@@ -155,7 +157,9 @@ def make_request_hints(
         retention = "recent_private" if session is None else "live_session"
     _require_one_of("retention", retention, Retention)
     if retention == "live_session" and session is None:
-        raise OptionError("retention: got 'live_session' without a session; name one, or use 'recent_private'")
+        raise OptionError(
+            "retention: got 'live_session' without a session; name one, or use 'recent_private'"
+        )
     anchors = max_long_anchors if automatic_private_anchors is None else automatic_private_anchors
     if isinstance(anchors, bool) or not isinstance(anchors, int) or anchors < 0:
         raise OptionError(f"automatic_private_anchors: got {anchors!r}, expected an integer >= 0")
@@ -177,7 +181,9 @@ def make_request_hints(
 def _checked_markers(markers: Iterable[CacheMarker]) -> tuple[CacheMarker, ...]:
     checked = tuple(markers)
     if len(checked) > MAX_MARKERS:
-        raise OptionError(f"markers: got {len(checked)}, expected at most {MAX_MARKERS}; drop the earliest ones")
+        raise OptionError(
+            f"markers: got {len(checked)}, expected at most {MAX_MARKERS}; drop the earliest ones"
+        )
     for position, marker in enumerate(checked):
         name = f"markers[{position}]"
         if not isinstance(marker, CacheMarker):
