@@ -25,15 +25,15 @@ MAX_SESSION_BYTES = 256  # conventions 1
 class AdmissionStatus(Enum):
     """Whether one request could become Active now: exactly four answers (G-14)."""
 
-    PERMANENTLY_INFEASIBLE = "permanently_infeasible"
-    TEMPORARILY_BLOCKED = "temporarily_blocked"
-    NEEDS_TRANSFER = "needs_transfer"
+    PERMANENTLY_INFEASIBLE = "permanently_infeasible"  # not even alone, from root, on an empty device (G-5)
+    TEMPORARILY_BLOCKED = "temporarily_blocked"  # lanes, active guarantees or a transition are in the way
+    NEEDS_TRANSFER = "needs_transfer"  # feasible after copies between tiers
     READY = "ready"
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceHandle:
-    """Names one active sequence; ``generation`` tells successive holders of a lane apart (R-12)."""
+    """Names one activation of a lane; a later activation has another generation and rejects this one (REV-06)."""
 
     lane: int
     generation: int

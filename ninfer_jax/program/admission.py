@@ -6,22 +6,16 @@ It does not own the decision: `program.assess` makes it from the books.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING
 
 from ninfer_jax.program.lane_sampling import LaneSampling
+from ninfer_jax.request import AdmissionStatus
 
 if TYPE_CHECKING:
     from ninfer_jax.identity import PromptIdentity
 
 
-class AdmissionStatus(Enum):
-    """Whether a request can become Active now; exactly these four (G-14)."""
-
-    PERMANENTLY_INFEASIBLE = "permanently_infeasible"  # not even alone, from root, on an empty device (G-5)
-    TEMPORARILY_BLOCKED = "temporarily_blocked"  # lanes, active guarantees or a transition are in the way
-    NEEDS_TRANSFER = "needs_transfer"  # feasible after copies between tiers
-    READY = "ready"
+__all__ = ["AdmissionStatus", "RequestWork"]
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,10 @@ import numpy as np
 
 from ninfer_jax.program.admission import RequestWork
 from ninfer_jax.program.pages import AddressSpace
+from ninfer_jax.request import SequenceHandle
 
 
-@dataclass(frozen=True)
-class SequenceHandle:
-    """Names one activation of a lane; a later activation has another generation and rejects this one (REV-06)."""
-
-    lane: int
-    generation: int
+__all__ = ["Sequence", "SequenceFacts", "SequenceHandle", "SequencePhase", "StateBinding"]
 
 
 class SequencePhase(Enum):
