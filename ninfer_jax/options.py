@@ -1,7 +1,6 @@
 """Options of an engine and their resolution: every default filled in, every rule of F-1..F-4 checked once.
 
-Owns no sizing: how many pages fit the device, and whether the model allows the context, is the program's and the
-composition root's to say, with the resolved values in hand.
+Owns no sizing: how many pages fit the device is the program's to say, with the resolved values in hand.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ LoadFormat = Literal["auto", "dummy"]
 class ContextCacheOptions:
     """What inactive context an engine may keep. None means the default that ``resolve`` fills in.
 
-    ``kv_lease_growth`` and the switches beside it are recorded now and take effect with the parts they steer; a
-    reservation is never smaller than A-1 asks.
+    The three switches are recorded now and take effect with the parts they steer; without them nothing is
+    weaker: a reservation is never smaller than A-1 asks.
     """
 
     enabled: bool = True
@@ -51,8 +50,8 @@ class ContextCacheOptions:
 class EngineOptions:
     """Options of one engine, as a caller gives them; ``resolve`` checks them and fills in the defaults.
 
-    ``max_context`` None is 8192 tokens, or the model's own limit where that is smaller; an explicit value above the
-    model's limit is an error. ``kv_capacity`` None and ``"auto"`` size the page pool from free device memory (K-9).
+    ``max_context`` None is 8192 tokens, or the model's own limit where that is smaller; an explicit value above
+    that limit is an error. ``kv_capacity`` None and ``"auto"`` size the pool from free device memory (K-9).
     """
 
     max_context: int | None = None  # tokens of prompt and answer together, per request
@@ -72,7 +71,7 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class ResolvedCacheOptions:
-    """``ContextCacheOptions`` with every value fixed; a disabled cache has zero capacity on every axis but P = C."""
+    """``ContextCacheOptions`` with every value fixed; a disabled cache has no capacity but P = C."""
 
     enabled: bool
     device_state_slots: int
@@ -142,8 +141,8 @@ class ResolvedOptions:
 def make_engine_options(options: EngineOptions | None = None, **changes: Any) -> EngineOptions:
     """Returns ``options`` with the named fields replaced.
 
-    Fields of ``ContextCacheOptions`` may be named directly; ``cache`` takes a whole ``ContextCacheOptions`` or a
-    mapping of its fields.
+    Fields of ``ContextCacheOptions`` may be named directly; ``cache`` takes a whole one, or a mapping of its
+    fields.
 
     Raises:
         OptionError: for a name that is no option, listing the names that are.
@@ -267,16 +266,16 @@ def _resolve_cache(cache: ContextCacheOptions, concurrency: int, on_cpu: bool) -
     private = _count(cache, "max_private_continuations", max(2 * concurrency, 8), MAX_INT32)
     if private < concurrency:
         raise OptionError(
-            f"cache.max_private_continuations: got {private}, expected at least max_concurrency = {concurrency}: "
-            "every active request may publish one"
+            f"cache.max_private_continuations: got {private}, expected at least max_concurrency = "
+            f"{concurrency}: every active request may publish one"
         )
     shared = _count(cache, "max_shared_prefixes", max(concurrency, 7), MAX_INT32)
     anchors = _count(cache, "max_long_anchors_per_continuation", 2, MAX_LONG_ANCHORS)
     entries = private * (anchors + 2) + shared
     if entries > MAX_INT32:
         raise OptionError(
-            f"cache.max_private_continuations: got {private}; with {anchors} anchors each and {shared} shared "
-            f"prefixes the index needs {entries} entries, expected at most {MAX_INT32}"
+            f"cache.max_private_continuations: got {private}; with {anchors} anchors each and {shared} "
+            f"shared prefixes the index needs {entries} entries, expected at most {MAX_INT32}"
         )
     return ResolvedCacheOptions(
         enabled=True,
@@ -297,7 +296,8 @@ def _disabled_cache(cache: ContextCacheOptions, concurrency: int) -> ResolvedCac
     for name in _CAPACITY_NAMES:
         if getattr(cache, name) not in (None, 0):
             raise OptionError(
-                f"cache.{name}: got {getattr(cache, name)!r}, expected 0 or nothing while cache.enabled is False"
+                f"cache.{name}: got {getattr(cache, name)!r}, "
+                "expected 0 or nothing while cache.enabled is False"
             )
     if cache.max_private_continuations not in (None, concurrency):
         raise OptionError(

@@ -96,8 +96,8 @@ CacheMode = Literal["read_write", "disabled"]
 class CacheMarker:
     """A boundary that the caller names inside its prompt.
 
-    ``count`` belongs to ``place``: messages before the boundary, parts of the last of them, leading instruction
-    messages, or tools.
+    ``count`` belongs to ``place``: messages before the boundary, parts of the last of them, leading
+    instruction messages, or tools.
     """
 
     count: int
@@ -137,7 +137,7 @@ def make_request_hints(
 
     Args:
         cache_enabled: the engine's own switch; where it is off every request runs ``disabled`` (F-4).
-        max_long_anchors: the engine's bound per continuation; also the default of ``automatic_private_anchors``.
+        max_long_anchors: the engine's bound per continuation, and the default of ``automatic_private_anchors``.
         session: 1..256 bytes in UTF-8; only for lookup and binding (Y-3).
         retention: default ``live_session`` with a session, ``recent_private`` without.
         cache: ``disabled`` means root only, and nothing left behind (C-10).
