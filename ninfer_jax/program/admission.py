@@ -1,6 +1,6 @@
-"""Owns what the engine asks Program to run and the four answers it can get (G-14).
+"""Owns what the engine asks Program to run: the physical side of one request.
 
-It does not own the decision: `program.assess` makes it from the books.
+It does not own the answer's words (`ninfer_jax.request.AdmissionStatus`) nor the decision (`program.assess`).
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from ninfer_jax.request import AdmissionStatus
 if TYPE_CHECKING:
     from ninfer_jax.identity import PromptIdentity
 
-
 __all__ = ["AdmissionStatus", "RequestWork"]
 
 
 @dataclass(frozen=True)
 class RequestWork:
-    """The physical side of one request: what it starts from, how far it may go, how it samples."""
+    """What a request starts from, how far it may go and how it samples."""
 
     identity: PromptIdentity
     max_output_tokens: int  # effective: the caller has already applied every limit of its own

@@ -1,8 +1,8 @@
 """Owns the numbers one lane samples with, as plain Python values, and their dense form over the vocabulary.
 
-It does not own the user's parameters (`ninfer_jax.sampling_params` checks and resolves those and builds this value)
-nor the device side (`ninfer_jax.model.sampling`). Program reads it to fill one row of `SamplingRows` and one lane of
-`SamplerState`.
+It does not own the user's parameters (`ninfer_jax.sampling_params` checks and resolves those and builds
+this value) nor the device side (`ninfer_jax.model.sampling`). Program reads it to fill one row of
+`SamplingRows` and one lane of `SamplerState`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ NO_LOGPROBS = -1
 class LaneSampling:
     """Everything a lane needs to draw its tokens; every default is already filled in.
 
-    The scalars go to the fields of the same name of `SamplingRows`. `SamplingRows.ban_eos` of the draw with output
-    index `step` is `step < min_tokens`. `logit_bias`, `ban_token_ids` and the prompt go to `set_lane` once, when the
-    lane is taken: see `dense_bias`, `token_mask`.
+    The scalars go to the fields of the same name of `SamplingRows`. `SamplingRows.ban_eos` of the draw with
+    output index `step` is `step < min_tokens`. `logit_bias`, `ban_token_ids` and the prompt go to `set_lane`
+    once, when the lane is taken: see `dense_bias`, `token_mask`.
     """
 
     temperature: float = 0.0  # 0 means greedy
@@ -63,7 +63,7 @@ def dense_bias(lane: LaneSampling, vocab_size: int) -> np.ndarray:
 def token_mask(token_ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
     """Returns which ids of the vocabulary occur in a list.
 
-    Serves the tokens of the prompt (`prompt_seen`) and the ids held back until `min_tokens` (`early_ban`) alike.
+    Serves the tokens of the prompt (`prompt_seen`) and the ids held back until `min_tokens` (`early_ban`).
 
     Args:
         token_ids: ids in any order, repeats allowed.

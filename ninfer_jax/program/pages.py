@@ -110,9 +110,13 @@ class PageStore:
         mapped = [page for space in self._spaces for page in space.mapped]
         both = sorted(mapped + self._free)
         if both != list(range(self.capacity.num_pages)):
-            raise InvariantError(f"mapped and free pages are {both}, not each of {self.capacity.num_pages} once")
+            raise InvariantError(
+                f"mapped and free pages are {both}, not each of {self.capacity.num_pages} once"
+            )
         reserved = sum(space.reserved_pages for space in self._spaces)
         if reserved != self._reserved_pages:
-            raise InvariantError(f"counter says {self._reserved_pages} reserved pages, the spaces sum to {reserved}")
+            raise InvariantError(
+                f"counter says {self._reserved_pages} reserved pages, the spaces sum to {reserved}"
+            )
         if any(space.reserved_pages < 0 for space in self._spaces) or self.num_available < 0:
             raise InvariantError(f"{reserved} pages are reserved, {len(self._free)} are free")

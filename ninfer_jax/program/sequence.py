@@ -1,4 +1,4 @@
-"""Owns the record of one active sequence: its handle, phase, ledger, state binding and address spaces.
+"""Owns the record of one active sequence: its phase, ledger, state binding and address spaces.
 
 It does not own capacity: pages, slots and rows are held by the stores, and only Program changes a record.
 """
@@ -14,7 +14,6 @@ from ninfer_jax.program.admission import RequestWork
 from ninfer_jax.program.pages import AddressSpace
 from ninfer_jax.request import SequenceHandle
 
-
 __all__ = ["Sequence", "SequenceFacts", "SequenceHandle", "SequencePhase", "StateBinding"]
 
 
@@ -23,8 +22,12 @@ class SequencePhase(Enum):
 
     PREFILL = "prefill"
     DECODE_READY = "decode_ready"
-    ENDING = "ending"  # a row was cancelled or aborted: device state may be ahead of the ledger, so it only ends
-    TERMINAL_PENDING = "terminal_pending"  # keeps its handle and its whole reservation until finish or discard
+    ENDING = (
+        "ending"  # a row was cancelled or aborted: device state may be ahead of the ledger, so it only ends
+    )
+    TERMINAL_PENDING = (
+        "terminal_pending"  # keeps its handle and its whole reservation until finish or discard
+    )
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,9 @@ class Sequence:
     num_output_tokens: int = 0
     phase: SequencePhase = SequencePhase.PREFILL
     open_batch: int | None = None  # serial of the uncommitted batch this sequence is in
-    decomposition: list[tuple[int, int]] = field(default_factory=list)  # executed prefill (start, num_tokens) (C-9)
+    decomposition: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # executed prefill (start, num_tokens) (C-9)
 
 
 @dataclass(frozen=True)

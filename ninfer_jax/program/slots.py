@@ -59,4 +59,6 @@ class SlotPool:
             InvariantError: if some place is in both sets or in neither.
         """
         if sorted([*self._free, *self._taken]) != list(range(self.num_slots)):
-            raise InvariantError(f"{self.name}: free {self._free} and taken {self._taken} of {self.num_slots}")
+            raise InvariantError(
+                f"{self.name}: free {self._free} and taken {self._taken} of {self.num_slots}"
+            )

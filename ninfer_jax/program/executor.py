@@ -1,0 +1,106 @@
+"""Owns the seam between Program and whatever computes: step inputs, step results and the Executor protocol.
+
+It owns no device code (`execution`) and no pages: an executor runs exactly what the books say and decides nothing.
+Letters: B rows of a step, T tokens of a chunk, W width of a block table, K = 20 reported alternatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ninfer_jax.program.lane_sampling import LaneSampling
+
+# A read slot that names no slot: the step begins from zero state (root).
+ZERO_STATE = -1
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillInputs:
+    """One chunk of one prompt; arrays are copies that nobody changes afterwards."""
+
+    tokens: np.ndarray  # int32[T], exact length
+    positions: np.ndarray  # int32[3, T]
+    block_table: np.ndarray  # int32[W], NO_PAGE where nothing is mapped
+    start_tokens: int
+    read_slot: int  # or ZERO_STATE
+    write_slot: int
+
+
+@dataclass(frozen=True, eq=False)
+class TailInputs:
+    """Rows whose next token is drawn from the stored hidden state of their last token (no model step)."""
+
+    lanes: np.ndarray  # int32[B]
+    slots: np.ndarray  # int32[B]
+    steps: np.ndarray  # int32[B], output index of the token being drawn
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeInputs:
+    """One decode step of exactly B rows; arrays are copies that nobody changes afterwards."""
+
+    lanes: np.ndarray  # int32[B]
+    tokens: np.ndarray  # int32[B], the token each row feeds
+    positions: np.ndarray  # int32[3, B]
+    block_tables: np.ndarray  # int32[B, W], NO_PAGE where nothing is mapped
+    lengths: np.ndarray  # int32[B], KV tokens including this step's
+    read_slots: np.ndarray  # int32[B]
+    write_slots: np.ndarray  # int32[B]
+    steps: np.ndarray  # int32[B], output index of the token being drawn
+
+
+@dataclass(frozen=True, eq=False)
+class Logprobs:
+    """Log-probabilities of the drawn tokens and of the best alternatives."""
+
+    drawn: np.ndarray  # f32[B]
+    top_ids: np.ndarray  # int32[B, K]
+    top: np.ndarray  # f32[B, K]
+
+
+class StepResult(Protocol):
+    """Tokens on their way; reading them blocks until the device is done."""
+
+    def tokens(self) -> np.ndarray:
+        """Returns int32[B], the drawn tokens."""
+        ...
+
+    def logprobs(self) -> Logprobs:
+        """Returns what the drawn tokens and their alternatives were worth."""
+        ...
+
+
+class Executor(Protocol):
+    """What Program needs from a device; the real one and the model-free one both satisfy it."""
+
+    def set_lane(self, lane: int, sampling: LaneSampling, prompt_tokens: np.ndarray) -> None:
+        """Prepares a lane's sampler for a new request: bias, bans, tokens seen, counts at zero."""
+        ...
+
+    def prefill(self, inputs: PrefillInputs) -> None:
+        """Runs one chunk: K/V into the mapped pages, state and tail hidden into the write slot."""
+        ...
+
+    def draw_from_tail(self, inputs: TailInputs) -> StepResult:
+        """Draws one token per row from the tail hidden in its slot."""
+        ...
+
+    def decode(self, inputs: DecodeInputs) -> StepResult:
+        """Feeds one token per row and draws the next."""
+        ...
+
+    def reset(self) -> None:
+        """Drops all cache and sampler contents and starts from fresh buffers (Q-7)."""
+        ...
+
+    def allocated_bytes(self) -> Mapping[str, int]:
+        """Returns what each axis really holds, in the axis names of the memory table."""
+        ...
+
+    def close(self) -> None:
+        """Frees every buffer; a second call does nothing."""
+        ...

@@ -1,0 +1,216 @@
+"""Owns a model-free executor: pseudo tokens from a hash of the history, on plain NumPy, for fast engine tests.
+
+It does not own any book. It behaves like a device that remembers: a state slot holds the digest of what was fed into
+it, a page holds the fed tokens, and with `verify` every step proves that both agree with the block table it was given.
+A wrong page, slot, position or length therefore shows up as a failed check and as different tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ninfer_jax.errors import InvariantError
+from ninfer_jax.program.capacity import PAGE_TOKENS, CapacityVector
+from ninfer_jax.program.executor import ZERO_STATE, DecodeInputs, Logprobs, PrefillInputs, TailInputs
+from ninfer_jax.program.lane_sampling import LaneSampling
+from ninfer_jax.program.memory_table import SAMPLER, STATE_SLOTS, WEIGHTS, pool_axis
+
+_MASK = (1 << 64) - 1
+_NUM_ALTERNATIVES = 20
+
+
+def mix(digest: int, value: int) -> int:
+    """Returns the digest of a history extended by one number (splitmix64 finaliser over 64 bits)."""
+    mixed = (digest * 0x9E3779B97F4A7C15 + value + 0x632BE59BD9B4E019) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    return mixed ^ (mixed >> 31)
+
+
+def pseudo_token(digest: int, sampling: LaneSampling, step: int, vocab_size: int) -> int:
+    """Returns the token that a history draws: a function of history, seed and output index alone.
+
+    Args:
+        digest: of all fed tokens and their positions.
+        sampling: the lane's numbers; only seed, min_tokens and the banned ids matter here.
+        step: output index of the token being drawn.
+        vocab_size: tokens are 0..vocab_size-1.
+    """
+    drawn = mix(digest, sampling.seed * 0x10001 + step)
+    token = drawn % vocab_size
+    if step < sampling.min_tokens and sampling.ban_token_ids:
+        banned = set(sampling.ban_token_ids)
+        while token in banned:
+            token = (token + 1) % vocab_size
+    return token
+
+
+def expected_tokens(
+    prompt: np.ndarray, sampling: LaneSampling, num_tokens: int, vocab_size: int, *, rope_delta: int = 0
+) -> list[int]:
+    """Returns what a solo run of `FakeExecutor` draws, computed without pages, slots or batches.
+
+    Args:
+        prompt: int[S], plain text positions 0..S-1.
+        sampling: the lane's numbers.
+        num_tokens: how many tokens to draw.
+        vocab_size: of the executor.
+        rope_delta: added to the index of every generated token to give its position.
+    """
+    digest = 0
+    for index, token in enumerate(prompt):
+        digest = mix(mix(digest, int(token)), index)
+    drawn: list[int] = []
+    for step in range(num_tokens):
+        drawn.append(pseudo_token(digest, sampling, step, vocab_size))
+        digest = mix(mix(digest, drawn[-1]), len(prompt) + step + rope_delta)
+    return drawn
+
+
+@dataclass(frozen=True, eq=False)
+class FakeResult:
+    """Tokens that are there at once."""
+
+    drawn: np.ndarray  # int32[B]
+
+    def tokens(self) -> np.ndarray:
+        """Returns int32[B]."""
+        return self.drawn
+
+    def logprobs(self) -> Logprobs:
+        """Returns -1 for every drawn token and the ids 0.. as alternatives."""
+        num_rows = len(self.drawn)
+        return Logprobs(
+            drawn=np.full(num_rows, -1.0, np.float32),
+            top_ids=np.tile(np.arange(_NUM_ALTERNATIVES, dtype=np.int32), (num_rows, 1)),
+            top=np.full((num_rows, _NUM_ALTERNATIVES), -1.0, np.float32),
+        )
+
+
+class FakeExecutor:
+    """Satisfies `Executor` without a model or a device.
+
+    Args:
+        capacity: what a real executor would allocate.
+        vocab_size: pseudo tokens are 0..vocab_size-1.
+        verify: re-read the whole history through the block table in every step; linear in its length.
+        before_step: called with "set_lane", "prefill", "draw_from_tail" or "decode" before anything happens; tests
+            raise from it to play a device fault.
+    """
+
+    def __init__(
+        self,
+        capacity: CapacityVector,
+        *,
+        vocab_size: int,
+        verify: bool = False,
+        before_step: Callable[[str], None] | None = None,
+    ) -> None:
+        self.capacity = capacity
+        self.vocab_size = vocab_size
+        self.verify = verify
+        self.before_step = before_step
+        self.closed = False
+        self.num_steps = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts from empty pages, slots and lanes."""
+        num_pages = self.capacity.pools[0].num_pages
+        self._pages = np.full((num_pages, PAGE_TOKENS, 2), -1, np.int64)  # token, position
+        self._digests = [0] * self.capacity.num_state_slots
+        self._covered = [0] * self.capacity.num_state_slots  # tokens fed into each slot
+        self._lanes: dict[int, LaneSampling] = {}
+
+    def set_lane(self, lane: int, sampling: LaneSampling, prompt_tokens: np.ndarray) -> None:
+        """Remembers the lane's numbers."""
+        self._enter("set_lane")
+        self._lanes[lane] = sampling
+
+    def prefill(self, inputs: PrefillInputs) -> None:
+        """Feeds one chunk."""
+        self._enter("prefill")
+        digest = self._read(inputs.read_slot, inputs.start_tokens)
+        for offset, (token, position) in enumerate(
+            zip(inputs.tokens.tolist(), inputs.positions[0].tolist(), strict=True)
+        ):
+            digest = self._feed(digest, token, position, inputs.block_table, inputs.start_tokens + offset)
+        self._write(inputs.write_slot, digest, inputs.start_tokens + len(inputs.tokens), inputs.block_table)
+
+    def draw_from_tail(self, inputs: TailInputs) -> FakeResult:
+        """Draws from the slots' digests."""
+        self._enter("draw_from_tail")
+        drawn = [
+            pseudo_token(self._digests[slot], self._lanes[lane], step, self.vocab_size)
+            for lane, slot, step in zip(
+                inputs.lanes.tolist(), inputs.slots.tolist(), inputs.steps.tolist(), strict=True
+            )
+        ]
+        return FakeResult(np.array(drawn, np.int32))
+
+    def decode(self, inputs: DecodeInputs) -> FakeResult:
+        """Feeds one token per row and draws the next."""
+        self._enter("decode")
+        drawn = np.empty(len(inputs.lanes), np.int32)
+        for row in range(len(drawn)):
+            length = int(inputs.lengths[row])
+            table = inputs.block_tables[row]
+            digest = self._read(int(inputs.read_slots[row]), length - 1)
+            position = int(inputs.positions[0, row])
+            digest = self._feed(digest, int(inputs.tokens[row]), position, table, length - 1)
+            self._write(int(inputs.write_slots[row]), digest, length, table)
+            lane = int(inputs.lanes[row])
+            drawn[row] = pseudo_token(digest, self._lanes[lane], int(inputs.steps[row]), self.vocab_size)
+        return FakeResult(drawn)
+
+    def allocated_bytes(self) -> Mapping[str, int]:
+        """Returns what a real executor of this capacity would hold."""
+        pages = {pool_axis(pool.kind.value): pool.num_pages * pool.page_bytes for pool in self.capacity.pools}
+        states = self.capacity.num_state_slots * self.capacity.state_image_bytes
+        return {WEIGHTS: 0, SAMPLER: 0, STATE_SLOTS: states, **pages}
+
+    def close(self) -> None:
+        """Drops everything."""
+        self.closed = True
+        self.reset()
+
+    def _enter(self, step: str) -> None:
+        if self.closed:
+            raise InvariantError(f"{step} on a closed executor")
+        if self.before_step is not None:
+            self.before_step(step)
+        self.num_steps += 1
+
+    def _read(self, slot: int, expected_tokens: int) -> int:
+        covered = 0 if slot == ZERO_STATE else self._covered[slot]
+        if covered != expected_tokens:
+            raise InvariantError(
+                f"state slot {slot} covers {covered} tokens, the step starts at {expected_tokens}"
+            )
+        return 0 if slot == ZERO_STATE else self._digests[slot]
+
+    def _feed(self, digest: int, token: int, position: int, table: np.ndarray, index: int) -> int:
+        page = int(table[index // PAGE_TOKENS])
+        if not 0 <= page < len(self._pages):
+            raise InvariantError(
+                f"token {index} falls on logical page {index // PAGE_TOKENS}, which maps {page}"
+            )
+        self._pages[page, index % PAGE_TOKENS] = token, position
+        return mix(mix(digest, token), position)
+
+    def _write(self, slot: int, digest: int, covered: int, table: np.ndarray) -> None:
+        self._digests[slot] = digest
+        self._covered[slot] = covered
+        if self.verify:
+            used = table[: -(-covered // PAGE_TOKENS)]
+            history = self._pages[used].reshape(-1, 2)[:covered].tolist()
+            reread = 0
+            for token, position in history:
+                reread = mix(mix(reread, token), position)
+            if reread != digest:
+                raise InvariantError(
+                    f"the pages {used.tolist()} do not hold the history of state slot {slot}"
+                )
