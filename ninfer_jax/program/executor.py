@@ -1,6 +1,7 @@
 """Owns the seam between Program and whatever computes: step inputs, step results and the Executor protocol.
 
-It owns no device code (`execution`) and no pages: an executor runs exactly what the books say and decides nothing.
+It owns no device code (`execution`) and no pages: an executor runs exactly what the books say and decides
+nothing.
 Letters: B rows of a step, T tokens of a chunk, W width of a block table, K = 20 reported alternatives.
 """
 

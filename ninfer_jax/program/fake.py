@@ -1,8 +1,9 @@
-"""Owns a model-free executor: pseudo tokens from a hash of the history, on plain NumPy, for fast engine tests.
+"""Owns a model-free executor: pseudo tokens from a hash of the history, for fast engine tests.
 
-It does not own any book. It behaves like a device that remembers: a state slot holds the digest of what was fed into
-it, a page holds the fed tokens, and with `verify` every step proves that both agree with the block table it was given.
-A wrong page, slot, position or length therefore shows up as a failed check and as different tokens.
+It does not own any book. It behaves like a device that remembers: a state slot holds the digest of what was
+fed into it, a page holds the fed tokens, and with `verify` every step proves that both agree with the block
+table it was given. A wrong page, slot, position or length therefore shows up as a failed check and as
+different tokens.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ class FakeExecutor:
         capacity: what a real executor would allocate.
         vocab_size: pseudo tokens are 0..vocab_size-1.
         verify: re-read the whole history through the block table in every step; linear in its length.
-        before_step: called with "set_lane", "prefill", "draw_from_tail" or "decode" before anything happens; tests
+        before_step: called with "set_lane", "prefill", "draw_from_tail" or "decode" before anything happens;
+        tests
             raise from it to play a device fault.
     """
 

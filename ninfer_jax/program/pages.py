@@ -1,7 +1,7 @@
 """Owns the pages of one typed pool: the free list, who has which page mapped, and who may still map how many.
 
-It does not own buffers (the executor holds them) nor sequences. A page is mapped, reserved by somebody's entitlement,
-or free for anybody; a unit is never in two of these at once (R-5).
+It does not own buffers (the executor holds them) nor sequences. A page is mapped, reserved by somebody's
+entitlement, or free for anybody; a unit is never in two of these at once (R-5).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ninfer_jax.program.capacity import PoolCapacity
 
 @dataclass(eq=False)
 class AddressSpace:
-    """The pages of one continuation in one pool, in logical order, and the entitlement that guards its growth.
+    """The pages of one continuation in one pool, in logical order, and the entitlement behind them.
 
     Only its `PageStore` changes it. Unmapping keeps the entitlement (A-2).
     """
@@ -86,7 +86,7 @@ class PageStore:
         return added
 
     def shrink(self, space: AddressSpace, num_pages: int) -> list[int]:
-        """Returns the ids unmapped so that the space maps at most `num_pages`; their capacity stays reserved (A-2)."""
+        """Returns the ids unmapped so that `num_pages` at most stay mapped; capacity stays reserved (A-2)."""
         dropped = space.mapped[num_pages:]
         del space.mapped[num_pages:]
         for page in dropped:

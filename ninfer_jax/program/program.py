@@ -1,10 +1,11 @@
-"""Owns all physical state of one engine: lanes, rows, state slots, pages, reservations, and the executor's buffers.
+"""Owns all physical state of one engine: lanes, rows, state slots, pages, reservations and buffers.
 
-It does not own request order, cache policy, text, stop rules or the clock. Nobody else holds a page id or a count of
-free units; the engine sees handles, answers and `occupancy()` (D-4, D-5).
+It does not own request order, cache policy, text, stop rules or the clock. Nobody else holds a page id or a
+count of free units; the engine sees handles, answers and `occupancy()` (D-4, D-5).
 
-Lifecycle of one sequence: `activate` reserves everything it can ever need (A-1), `prefill` and `decode` convert
-within that, `commit` advances the ledger, `terminate` ends it keeping the reservation (A-5), `discard` returns it.
+Lifecycle of one sequence: `activate` reserves everything it can ever need (A-1), `prefill` and `decode`
+convert within that, `commit` advances the ledger, `terminate` ends it keeping the reservation (A-5),
+`discard` returns it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Program:
         self._active: dict[int, Sequence] = {}  # by lane
         self._open_batches: dict[int, PendingBatch] = {}  # by serial
 
-    # -- what exists -------------------------------------------------------------------------------------------
+    # -- what exists -----------------------------------------------------------------------------------------
 
     @property
     def capacity(self) -> CapacityVector:
@@ -63,7 +64,7 @@ class Program:
 
     @property
     def resource_revision(self) -> int:
-        """Grows whenever global free or reserved capacity changed; not by an active request's own progress (R-11)."""
+        """Grows when global free or reserved capacity changed, not by a request's own progress (R-11)."""
         return self._revision
 
     @property
@@ -76,7 +77,7 @@ class Program:
         return self._memory.with_allocated(self._executor.allocated_bytes())
 
     def occupancy(self) -> dict[str, int]:
-        """Returns used units per axis: unique allocations plus concrete reservations (R-4); all zero when idle."""
+        """Returns used units per axis: unique allocations and concrete reservations (R-4); zero when idle."""
         used = {
             "lanes": self._lanes.num_taken,
             "execution_rows": self._rows.pool.num_taken,
@@ -110,7 +111,7 @@ class Program:
             row=sequence.row,
         )
 
-    # -- admission ---------------------------------------------------------------------------------------------
+    # -- admission -------------------------------------------------------------------------------------------
 
     def assess(self, work: RequestWork) -> AdmissionStatus:
         """Returns whether this request could become Active now; changes nothing (G-5, G-14)."""
@@ -126,10 +127,10 @@ class Program:
         return AdmissionStatus.READY
 
     def activate(self, work: RequestWork) -> SequenceHandle:
-        """Returns the handle of a new active sequence that starts from root, with everything it may need reserved.
+        """Returns the handle of a new active sequence, started from root with all it may need reserved.
 
-        Secured at once: a lane, an execution row, one state destination, and in every pool the pages of the whole
-        prompt plus the whole output (A-1). Nothing that runs later can fail for memory.
+        Secured at once: a lane, an execution row, one state destination, and in every pool the pages of the
+        whole prompt plus the whole output (A-1). Nothing that runs later can fail for memory.
 
         Raises:
             ContractError: if `assess` does not answer READY, or the request has no prompt or no output.
@@ -165,13 +166,13 @@ class Program:
         self._executor.set_lane(lane, work.sampling, ledger_tokens[:num_prompt_tokens])
         return sequence.handle
 
-    # -- model steps -------------------------------------------------------------------------------------------
+    # -- model steps -----------------------------------------------------------------------------------------
 
     def prefill(self, handle: SequenceHandle) -> PendingBatch | None:
         """Returns None after one more chunk of the prompt, or the first drawn token after the last one.
 
-        A chunk ends at the chunk size, at the next rewrite frontier (C-7) or at the end of the prompt. Prompt tokens
-        are known, so a chunk is committed by running it; only the drawn token waits for `commit`.
+        A chunk ends at the chunk size, at the next rewrite frontier (C-7) or at the end of the prompt. Prompt
+        tokens are known, so a chunk is committed by running it; only the drawn token waits for `commit`.
 
         Raises:
             StaleHandleError, ContractError: before anything changed.
@@ -198,8 +199,9 @@ class Program:
         sequence.decomposition.append((start, end - start))
         if end < len(identity.tokens):
             return None
-        # The first token is drawn from the stored tail hidden by a program of its own: the head is compiled once
-        # instead of once per bucket, and a later request that starts at this very frontier repeats the same draw.
+        # The first token is drawn from the stored tail hidden by a program of its own: the head is compiled
+        # once instead of once per bucket, and a later request that starts at this very frontier repeats the
+        # same draw.
         result = self._executor.draw_from_tail(
             TailInputs(
                 lanes=np.array([handle.lane], np.int32),
@@ -218,7 +220,8 @@ class Program:
 
         Raises:
             StaleHandleError: if a handle is of an earlier activation.
-            ContractError: if a sequence is not ready to decode, occurs twice, or has its whole output already.
+            ContractError: if a sequence is not ready to decode, occurs twice, or has its whole output
+            already.
         """
         if not handles:
             raise ContractError("decode needs at least one sequence")
@@ -282,14 +285,15 @@ class Program:
         self._open_batches[serial] = batch
         return batch
 
-    # -- model transaction -------------------------------------------------------------------------------------
+    # -- model transaction -----------------------------------------------------------------------------------
 
     def commit(self, pending: PendingBatch, accepted: Seq[int]) -> None:
-        """Takes the accepted tokens of every row into ledger, frontier and positions; consumes the batch (Q-5).
+        """Takes the accepted tokens of every row into ledger and frontier; consumes the batch (Q-5).
 
         Args:
             pending: an open batch of this program.
-            accepted: per row the number of tokens taken; 0 means that the row was cancelled, and its sequence can
+            accepted: per row the number of tokens taken; 0 means that the row was cancelled, and its sequence
+            can
                 then only end, because its device state may be ahead of its ledger.
 
         Raises:
@@ -329,13 +333,14 @@ class Program:
             sequence.open_batch = None
             sequence.phase = SequencePhase.ENDING
 
-    # -- the end -----------------------------------------------------------------------------------------------
+    # -- the end ---------------------------------------------------------------------------------------------
 
     def terminate(self, handle: SequenceHandle) -> None:
         """Ends an active sequence; it keeps handle, lane and full reservation until `discard` (A-5, ACT-09).
 
         Raises:
-            StaleHandleError, ContractError: if it has an open batch or was terminated before; nothing changed.
+            StaleHandleError, ContractError: if it has an open batch or was terminated before; nothing
+            changed.
         """
         sequence = self._get(handle)
         self._require_settled(sequence)
@@ -360,7 +365,7 @@ class Program:
         self._revision += 1
 
     def reset(self) -> None:
-        """Clears all device work and contents after a fault; every handle and batch is stale from here on (Q-7)."""
+        """Clears all device work and contents after a fault; every handle and batch becomes stale (Q-7)."""
         self._require_open()
         self._make_stores()
         self._revision += 1
@@ -374,7 +379,7 @@ class Program:
         self._make_stores()
         self._executor.close()
 
-    # -- guards ------------------------------------------------------------------------------------------------
+    # -- guards ----------------------------------------------------------------------------------------------
 
     def _require_open(self) -> None:
         if self._closed:
@@ -394,7 +399,7 @@ class Program:
         self._require_settled(sequence)
         if sequence.phase is not phase:
             raise ContractError(
-                f"lane {sequence.handle.lane} is in phase {sequence.phase.value}, this call needs {phase.value}"
+                f"lane {sequence.handle.lane} is in phase {sequence.phase.value}, not {phase.value}"
             )
 
     def _require_settled(self, sequence: Sequence) -> None:

@@ -1,6 +1,7 @@
 """Owns the execution rows: the host copy of every block table, one row per active address space (K-8).
 
-It does not own pages: a row only repeats which ids its address space has mapped, and an inactive one holds no row.
+It does not own pages: a row only repeats which ids its address space has mapped, and an inactive one holds no
+row.
 """
 
 from __future__ import annotations

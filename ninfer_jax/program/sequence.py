@@ -34,7 +34,8 @@ class SequencePhase(Enum):
 class StateBinding:
     """Where a step reads the recurrent state and where it writes it (S-2).
 
-    A root start reads no slot: the model begins from zero state. After the first commit both are the destination.
+    A root start reads no slot: the model begins from zero state. After the first commit both are the
+    destination.
     """
 
     read_slot: int | None

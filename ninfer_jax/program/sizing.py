@@ -1,7 +1,7 @@
-"""Owns the choice of capacity: options, unit costs and free memory in, a capacity vector and a memory table out (K-9).
+"""Owns the choice of capacity: options, unit costs and free memory in, capacity and memory table out (K-9).
 
-It does not own measuring (`free_memory`, `unit_costs`) nor allocating (`execution`). Everything here is arithmetic on
-plain integers, so it runs before any weight is read.
+It does not own measuring (`free_memory`, `unit_costs`) nor allocating (`execution`). Everything here is
+arithmetic on plain integers, so it runs before any weight is read.
 
 Letters: P = 64 tokens of a page, C lanes, H extra state slots, L = ceil(max_context / P) pages of the longest
 sequence, M main pages, F free bytes, R headroom bytes, B(M) = fixed + M * step bytes reserved in all.
@@ -65,8 +65,8 @@ class SizingPlan:
 def plan_capacity(options: SizingOptions, costs: UnitCosts, free_bytes: int) -> SizingPlan:
     """Returns how many pages and slots to allocate.
 
-    M lies in [max(L, C), C * L]: below, the longest request or one page per lane would not fit; above, no set of
-    active requests could ever use it. An explicit capacity is taken exactly or refused, never lowered.
+    M lies in [max(L, C), C * L]: below, the longest request or one page per lane would not fit; above, no set
+    of active requests could ever use it. An explicit capacity is taken exactly or refused, never lowered.
 
     Args:
         options: validated by the engine's options; the bounds that sizing itself relies on are checked again.
@@ -126,8 +126,8 @@ def _automatic_pages(
     spare_bytes = free_bytes - options.headroom_bytes - minimum_bytes
     if spare_bytes < 0:
         raise OptionError(
-            f"max_context {options.max_context_tokens} with max_concurrency {options.max_concurrency} needs at least "
-            f"{format_bytes(minimum_bytes)} plus {format_bytes(options.headroom_bytes)} headroom; "
+            f"max_context {options.max_context_tokens} with max_concurrency {options.max_concurrency} needs "
+            f"at least {format_bytes(minimum_bytes)} plus {format_bytes(options.headroom_bytes)} headroom; "
             f"{format_bytes(free_bytes)} are free. "
             + _advice(options, free_bytes - options.headroom_bytes, fixed_bytes, costs.page_bytes)
         )
