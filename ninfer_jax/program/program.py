@@ -17,7 +17,14 @@ import numpy as np
 from ninfer_jax.errors import ContractError, InvariantError, StaleHandleError
 from ninfer_jax.program.admission import RequestWork
 from ninfer_jax.program.capacity import CapacityVector, pages_for
-from ninfer_jax.program.executor import ZERO_STATE, DecodeInputs, Executor, PrefillInputs, TailInputs
+from ninfer_jax.program.executor import (
+    ZERO_STATE,
+    DecodeInputs,
+    Executor,
+    PrefillInputs,
+    StepResult,
+    TailInputs,
+)
 from ninfer_jax.program.memory_table import MemoryTable
 from ninfer_jax.program.pages import PageStore
 from ninfer_jax.program.pending import PendingBatch
@@ -162,8 +169,12 @@ class Program:
             num_ledger_tokens=num_prompt_tokens,
         )
         self._active[lane] = sequence
+        try:
+            self._executor.set_lane(lane, work.sampling, ledger_tokens[:num_prompt_tokens])
+        except BaseException:
+            self._release(sequence)  # nobody has its handle yet
+            raise
         self._revision += 1
-        self._executor.set_lane(lane, work.sampling, ledger_tokens[:num_prompt_tokens])
         return sequence.handle
 
     # -- model steps -----------------------------------------------------------------------------------------
@@ -270,7 +281,7 @@ class Program:
             added = store.grow(space, pages_for(num_tokens))
             self._rows.append(sequence.row, start_page, added)
 
-    def _open_batch(self, sequences: Seq[Sequence], *, fed_tokens: int, result) -> PendingBatch:
+    def _open_batch(self, sequences: Seq[Sequence], *, fed_tokens: int, result: StepResult) -> PendingBatch:
         serial = self._next_serial
         self._next_serial += 1
         for sequence in sequences:
@@ -356,13 +367,16 @@ class Program:
         """
         sequence = self._get(handle)
         self._require(sequence, SequencePhase.TERMINAL_PENDING)
+        self._release(sequence)
+        self._revision += 1
+
+    def _release(self, sequence: Sequence) -> None:
         for store, space in zip(self._pools, sequence.spaces, strict=True):
             store.close(space)
         self._state_slots.give_back(sequence.state.write_slot)
         self._rows.give_back(sequence.row)
-        self._lanes.give_back(handle.lane)
-        del self._active[handle.lane]
-        self._revision += 1
+        self._lanes.give_back(sequence.handle.lane)
+        del self._active[sequence.handle.lane]
 
     def reset(self) -> None:
         """Clears all device work and contents after a fault; every handle and batch becomes stale (Q-7)."""
