@@ -1,0 +1,182 @@
+"""Owns loading: a Hugging Face directory, or nothing but a geometry, to parameters on the device.
+
+It owns no names or layouts (`weights.py`) and runs the model only for research (`LoadedModel.logits`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors import safe_open
+
+from ninfer_jax.model.config import Qwen35Config, load_config
+from ninfer_jax.model.errors import CheckpointError
+from ninfer_jax.model.transformer import Qwen35
+from ninfer_jax.model.weights import (
+    HEAD_NAME,
+    RELEASED_PREFIX,
+    CheckpointStyle,
+    Recipe,
+    build_parameter,
+    check_tensors,
+    checkpoint_tensors,
+    detect_style,
+    recipes,
+    skipped_names,
+)
+
+DTypeName = Literal["float32", "bfloat16"]
+_DTYPES = {"float32": jnp.dtype(jnp.float32), "bfloat16": jnp.dtype(jnp.bfloat16)}
+_TENSOR_DTYPES = ("F32", "BF16", "F16")
+DEFAULT_STYLE = CheckpointStyle(prefix="model.", fused_experts=True)
+
+
+def abstract_parameters(config: Qwen35Config, dtype: jnp.dtype) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns dotted path -> shape and dtype of every parameter, without allocating one."""
+    _, state = nnx.split(nnx.eval_shape(lambda: Qwen35(config, dtype)))
+    return {
+        ".".join(map(str, path)): jax.ShapeDtypeStruct(value.shape, value.dtype)
+        for path, value in nnx.to_flat_state(state)
+    }
+
+
+def module_from_parameters(
+    config: Qwen35Config, dtype: jnp.dtype, value_of: Callable[[str, jax.ShapeDtypeStruct], jax.Array]
+) -> Qwen35:
+    """Returns a module whose parameters are `value_of(path, shape and dtype)`, asked one at a time."""
+    graphdef, abstract = nnx.split(nnx.eval_shape(lambda: Qwen35(config, dtype)))
+    flat = []
+    for path, variable in nnx.to_flat_state(abstract):
+        spec = jax.ShapeDtypeStruct(variable.shape, variable.dtype)
+        flat.append((path, variable.replace(value_of(".".join(map(str, path)), spec))))
+    return nnx.merge(graphdef, nnx.from_flat_state(flat))
+
+
+def parameters_of(module: Qwen35) -> dict[str, jax.Array]:
+    """Returns dotted path -> value of every parameter of a module."""
+    _, state = nnx.split(module)
+    return {".".join(map(str, path)): value[...] for path, value in nnx.to_flat_state(state)}
+
+
+def random_value(
+    path: str, spec: jax.ShapeDtypeStruct, config: Qwen35Config, rng: np.random.Generator
+) -> np.ndarray:
+    """Returns a random initial parameter that keeps activations and logits near unit size, float32.
+
+    Args:
+        path: dotted path in the module; its last names say what the parameter does.
+        spec: its shape.
+        config: the geometry.
+        rng: consumed.
+    """
+    name = path.rpartition(".")[2]
+    shape = spec.shape
+    if name == "offset":
+        return np.zeros(shape, np.float32)
+    if name == "norm":
+        return np.ones(shape, np.float32)
+    if name == "a_log":
+        return np.log(rng.uniform(1.0, 16.0, shape)).astype(np.float32)
+    if name == "dt_bias":
+        step = np.exp(rng.uniform(math.log(1e-3), math.log(1e-1), shape))
+        return np.log(np.expm1(step)).astype(np.float32)  # the inverse of softplus
+    fan_in = config.hidden_size if path in ("embedding", "head") else shape[-2]
+    # What is added to the residual stream starts smaller, so that depth does not inflate it.
+    gain = 0.5 if name in ("out_proj", "down") else 1.0
+    value = rng.random(shape, np.float32)  # uniform: four times as fast as normal, and the variance is what matters
+    value -= np.float32(0.5)
+    value *= np.float32(gain * math.sqrt(12.0 / fan_in))
+    return value
+
+
+def make_random_module(config: Qwen35Config, *, dtype: DTypeName = "float32", seed: int = 0) -> Qwen35:
+    """Returns a module with random parameters, to train or to measure; one tensor at a time.
+
+    Args:
+        config: the geometry.
+        dtype: of weights and activations.
+        seed: the same seed gives the same parameters.
+    """
+    rng = np.random.default_rng(seed)
+    return module_from_parameters(
+        config,
+        _DTYPES[dtype],
+        lambda path, spec: jnp.array(random_value(path, spec, config, rng), spec.dtype),
+    )
+
+
+def export_tensors(
+    module: Qwen35, style: CheckpointStyle = DEFAULT_STYLE
+) -> dict[str, np.ndarray]:
+    """Returns the module's parameters as Hugging Face tensors, ready for `safetensors.numpy.save_file`.
+
+    Args:
+        module: the model.
+        style: names to write; the text-only style by default.
+    """
+    values = {path: np.asarray(value) for path, value in parameters_of(module).items()}
+    return dict(checkpoint_tensors(module.config, values, style))
+
+
+@dataclass(frozen=True)
+class TensorFiles:
+    """The headers of a checkpoint: where each tensor is and what it looks like; no weight has been read."""
+
+    file_of: Mapping[str, Path]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def read(self, name: str) -> np.ndarray:
+        """Returns one tensor, possibly as a view of the mapped file."""
+        with safe_open(self.file_of[name], framework="numpy") as file:
+            return file.get_tensor(name)
+
+
+def open_checkpoint(directory: Path) -> TensorFiles:
+    """Returns the tensor directory of a sharded or single-file safetensors checkpoint.
+
+    Raises:
+        CheckpointError: if there is no safetensors file, a shard is missing or unreadable, or a tensor has a dtype
+            that is not a plain float.
+    """
+    index = directory / "model.safetensors.index.json"
+    single = directory / "model.safetensors"
+    if index.is_file():
+        weight_map = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {})
+        files = sorted({directory / name for name in weight_map.values()})
+    elif single.is_file():
+        files = [single]
+    else:
+        files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"no safetensors weights in {directory}: expected model.safetensors or an index.json")
+    absent = [path.name for path in files if not path.is_file()]
+    if absent:
+        raise CheckpointError(f"{len(absent)} shards named by {index.name} are missing: {', '.join(absent[:8])}")
+    file_of: dict[str, Path] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in files:
+        try:
+            with safe_open(path, framework="numpy") as file:
+                for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                    header = file.get_slice(name)
+                    shapes[name] = tuple(header.get_shape())
+                    if header.get_dtype() not in _TENSOR_DTYPES and not name.startswith("mtp."):
+                        raise CheckpointError(
+                            f"{name} is {header.get_dtype()}, expected one of {', '.join(_TENSOR_DTYPES)}"
+                        )
+                    file_of[name] = path
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
+    return TensorFiles(file_of, shapes)
