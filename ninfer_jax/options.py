@@ -50,8 +50,8 @@ class ContextCacheOptions:
 class EngineOptions:
     """Options of one engine, as a caller gives them; ``resolve`` checks them and fills in the defaults.
 
-    ``max_context`` None is 8192 tokens, or the model's own limit where that is smaller; an explicit value above
-    that limit is an error. ``kv_capacity`` None and ``"auto"`` size the pool from free device memory (K-9).
+    ``max_context`` None is 8192 tokens, or the model's own limit where that is smaller; an explicit value
+    above that limit is an error. ``kv_capacity`` None and ``"auto"`` size the pool from free memory (K-9).
     """
 
     max_context: int | None = None  # tokens of prompt and answer together, per request

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum, Flag
-from typing import TYPE_CHECKING, Literal, NewType, get_args
+from enum import Enum
+from typing import Literal, NewType, get_args
 
 from ninfer_jax.errors import InvariantError, OptionError
-
-if TYPE_CHECKING:
-    from ninfer_jax.identity import PromptIdentity
+from ninfer_jax.identity import Evidence, PromptIdentity
 
 RequestId = NewType("RequestId", int)
 
@@ -33,7 +31,7 @@ class AdmissionStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SequenceHandle:
-    """Names one activation of a lane; a later activation has another generation and rejects this one (REV-06)."""
+    """Names one activation of a lane; a later one has another generation and rejects this handle (REV-06)."""
 
     lane: int
     generation: int
@@ -78,18 +76,12 @@ def checked_transition(current: RequestState, following: RequestState) -> Reques
     return following
 
 
-class MarkerEvidence(Flag):
-    """Who asked for a boundary; decides its first-appearance rights (E-1)."""
-
-    EXPLICIT = 1
-    REQUESTED_AUTOMATIC = 2
-    DEFAULT_AUTOMATIC = 4
-
-
 MarkerKind = Literal["shared_stable_prefix", "private_long_anchor"]
 MarkerPlace = Literal["message", "message_part", "leading_instructions", "tools"]
 Retention = Literal["disposable", "recent_private", "live_session"]
 CacheMode = Literal["read_write", "disabled"]
+# The other two flags are the engine's own word (E-1); a caller cannot claim them.
+CALLER_EVIDENCE = Evidence.EXPLICIT_BOUNDARY | Evidence.REQUESTED_AUTOMATIC | Evidence.DEFAULT_AUTOMATIC
 
 
 @dataclass(frozen=True)
@@ -103,7 +95,7 @@ class CacheMarker:
     count: int
     kind: MarkerKind = "shared_stable_prefix"
     place: MarkerPlace = "message"
-    evidence: MarkerEvidence = MarkerEvidence.EXPLICIT
+    evidence: Evidence = Evidence.EXPLICIT_BOUNDARY
 
 
 @dataclass(frozen=True)
@@ -137,7 +129,7 @@ def make_request_hints(
 
     Args:
         cache_enabled: the engine's own switch; where it is off every request runs ``disabled`` (F-4).
-        max_long_anchors: the engine's bound per continuation, and the default of ``automatic_private_anchors``.
+        max_long_anchors: the engine's bound per continuation; default of ``automatic_private_anchors``.
         session: 1..256 bytes in UTF-8; only for lookup and binding (Y-3).
         retention: default ``live_session`` with a session, ``recent_private`` without.
         cache: ``disabled`` means root only, and nothing left behind (C-10).
@@ -192,6 +184,10 @@ def _checked_markers(markers: Iterable[CacheMarker]) -> tuple[CacheMarker, ...]:
         _require_one_of(f"{name}.place", marker.place, MarkerPlace)
         if isinstance(marker.count, bool) or not isinstance(marker.count, int) or marker.count < 0:
             raise OptionError(f"{name}.count: got {marker.count!r}, expected an integer >= 0")
+        if not isinstance(marker.evidence, Evidence) or marker.evidence & ~CALLER_EVIDENCE:
+            raise OptionError(
+                f"{name}.evidence: got {marker.evidence!r}, expected flags of {CALLER_EVIDENCE!r}"
+            )
         if marker.kind == "shared_stable_prefix" and not marker.evidence:
             raise OptionError(f"{name}.evidence: a shared marker needs at least one evidence flag")
     return checked

@@ -1,0 +1,226 @@
+"""Which request is tried and which unit of work comes next: the bounded FIFO, its deadlines, and the lane order.
+
+Sees readiness answers and nothing physical (D-1): no page, no slot, no placement, no cache value ever orders a
+request. ``choose`` is the whole policy, a pure function of a ``BoundaryView``; ``Scheduler`` holds the queue.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+from ninfer_jax.errors import InvariantError
+from ninfer_jax.request import AdmissionStatus, RequestId
+
+NO_DEADLINE_NS = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Assess the queue's head and, if it is ready, make it Active."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Advance one lane's prompt by one chunk."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """Draw one token for exactly these rows (Q-3)."""
+
+    request_ids: tuple[RequestId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Nothing can be done before a message, a deadline or a change of resources."""
+
+
+Action: TypeAlias = Admit | Prefill | Decode | Idle
+IDLE = Idle()
+
+
+@dataclass(frozen=True, slots=True)
+class BoundaryView:
+    """All that a choice may depend on at one stable boundary."""
+
+    head: RequestId | None  # the oldest waiting request
+    head_is_blocked: bool  # its last answer was "temporarily blocked" and nothing has changed since
+    free_lanes: int
+    prefilling: tuple[RequestId, ...]  # in order of admission
+    decode_ready: tuple[RequestId, ...]  # in order of their first token
+    prefill_was_last: bool  # the last unit was a prefill chunk: the next is a decode round, if there is one
+
+
+def choose(view: BoundaryView) -> Action:
+    """Returns the next unit of work (Q-3).
+
+    ======================  ==========  ============  ================  ============
+    head can be tried       prefilling  decode ready  last was prefill  choice
+    ======================  ==========  ============  ================  ============
+    yes, and a lane free    any         any           any               Admit
+    no                      yes         no            any               Prefill
+    no                      yes         yes           no                Prefill
+    no                      yes         yes           yes               Decode
+    no                      no          yes           any               Decode
+    no                      no          no            any               Idle
+    ======================  ==========  ============  ================  ============
+
+    Neither side starves: with both present they alternate, and the oldest prompt goes first, so a prompt waits for
+    no more than the chunks of the C - 1 prompts admitted before it.
+    """
+    if view.head is not None and not view.head_is_blocked and view.free_lanes > 0:
+        return Admit(view.head)
+    if view.prefilling and not (view.decode_ready and view.prefill_was_last):
+        return Prefill(view.prefilling[0])
+    if view.decode_ready:
+        return Decode(view.decode_ready)
+    return IDLE
+
+
+class AdmissionVerdict(Enum):
+    """What the answer about the head means for it."""
+
+    START = "start"
+    KEEP_WAITING = "keep_waiting"
+    REJECT_TOO_LARGE = "reject_too_large"  # not even alone on this engine
+    REJECT_OVERLOADED = (
+        "reject_overloaded"  # blocked with nothing active: nothing will ever free it (design 6)
+    )
+
+
+def judge(status: AdmissionStatus, num_active: int) -> AdmissionVerdict:
+    """Returns what follows from one readiness answer; ``num_active`` counts requests that hold a lane."""
+    if status is AdmissionStatus.PERMANENTLY_INFEASIBLE:
+        return AdmissionVerdict.REJECT_TOO_LARGE
+    if status is AdmissionStatus.TEMPORARILY_BLOCKED:
+        return AdmissionVerdict.KEEP_WAITING if num_active else AdmissionVerdict.REJECT_OVERLOADED
+    return AdmissionVerdict.START
+
+
+class Scheduler:
+    """Holds the queue and the order of the lanes; the only holder of both.
+
+    Args:
+        num_lanes: C.
+        max_waiting: bound of the queue.
+    """
+
+    def __init__(self, num_lanes: int, max_waiting: int) -> None:
+        self._num_lanes = num_lanes
+        self._max_waiting = max_waiting
+        self._waiting: deque[tuple[RequestId, int]] = deque()
+        self._prefilling: tuple[RequestId, ...] = ()
+        self._decode_ready: tuple[RequestId, ...] = ()
+        self._prefill_was_last = False
+        self._blocked_at: tuple[RequestId, int] | None = None
+        self._first_deadline_ns = NO_DEADLINE_NS
+
+    @property
+    def waiting(self) -> tuple[RequestId, ...]:
+        """The queue, oldest first."""
+        return tuple(request_id for request_id, _ in self._waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        """Length of the queue."""
+        return len(self._waiting)
+
+    @property
+    def active(self) -> tuple[RequestId, ...]:
+        """Every request that holds a lane."""
+        return self._prefilling + self._decode_ready
+
+    @property
+    def num_active(self) -> int:
+        """Lanes in use."""
+        return len(self._prefilling) + len(self._decode_ready)
+
+    @property
+    def first_deadline_ns(self) -> int:
+        """When the next waiting request expires; ``NO_DEADLINE_NS`` when none does."""
+        return self._first_deadline_ns
+
+    def enqueue(self, request_id: RequestId, deadline_ns: int) -> bool:
+        """Puts a request at the end of the queue; False when it is full."""
+        if len(self._waiting) >= self._max_waiting:
+            return False
+        self._waiting.append((request_id, deadline_ns))
+        self._first_deadline_ns = min(self._first_deadline_ns, deadline_ns)
+        return True
+
+    def drop_waiting(self, request_id: RequestId) -> None:
+        """Takes a request out of the queue, wherever it stands; the others keep their order."""
+        kept = [entry for entry in self._waiting if entry[0] != request_id]
+        if len(kept) == len(self._waiting):
+            raise InvariantError(f"request {request_id} is not waiting")
+        self._waiting = deque(kept)
+        self._first_deadline_ns = min((deadline for _, deadline in kept), default=NO_DEADLINE_NS)
+
+    def expired(self, now_ns: int) -> tuple[RequestId, ...]:
+        """The waiting requests whose deadline has come, oldest first."""
+        if now_ns < self._first_deadline_ns:
+            return ()
+        return tuple(request_id for request_id, deadline_ns in self._waiting if deadline_ns <= now_ns)
+
+    def next_action(self, resource_revision: int) -> Action:
+        """Returns the next unit of work.
+
+        Args:
+            resource_revision: the program's; a blocked head is tried again only after it moved (G-14).
+        """
+        return choose(self.view(resource_revision))
+
+    def view(self, resource_revision: int) -> BoundaryView:
+        """Returns what ``choose`` looks at."""
+        head = self._waiting[0][0] if self._waiting else None
+        return BoundaryView(
+            head=head,
+            head_is_blocked=head is not None and self._blocked_at == (head, resource_revision),
+            free_lanes=self._num_lanes - self.num_active,
+            prefilling=self._prefilling,
+            decode_ready=self._decode_ready,
+            prefill_was_last=self._prefill_was_last,
+        )
+
+    def block_head(self, resource_revision: int) -> None:
+        """Remembers that the head was refused at this revision."""
+        self._blocked_at = (self._waiting[0][0], resource_revision)
+
+    def admit(self, request_id: RequestId) -> None:
+        """Moves the head from the queue to a lane, where it prefills."""
+        if not self._waiting or self._waiting[0][0] != request_id:
+            raise InvariantError(f"request {request_id} is not the head of the queue")
+        if self.num_active >= self._num_lanes:
+            raise InvariantError(f"request {request_id} needs a lane, all {self._num_lanes} are in use")
+        self.drop_waiting(request_id)
+        self._prefilling = (*self._prefilling, request_id)
+
+    def prefilled_chunk(self, request_id: RequestId, *, is_complete: bool) -> None:
+        """Records one chunk; a complete prompt joins the decode rounds."""
+        if request_id not in self._prefilling:
+            raise InvariantError(f"request {request_id} is not prefilling")
+        self._prefill_was_last = True
+        if is_complete:
+            self._prefilling = tuple(other for other in self._prefilling if other != request_id)
+            self._decode_ready = (*self._decode_ready, request_id)
+
+    def decoded(self) -> None:
+        """Records one decode round."""
+        self._prefill_was_last = False
+
+    def leave(self, request_id: RequestId) -> None:
+        """Frees the lane of a request that has ended."""
+        if request_id in self._decode_ready:
+            self._decode_ready = tuple(other for other in self._decode_ready if other != request_id)
+        elif request_id in self._prefilling:
+            self._prefilling = tuple(other for other in self._prefilling if other != request_id)
+        else:
+            raise InvariantError(f"request {request_id} holds no lane")

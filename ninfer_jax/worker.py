@@ -1,0 +1,491 @@
+"""The one worker: drives requests from the queue to their end, one stable boundary after another.
+
+The only code that changes requests, scheduler and program (Q-2); other threads send messages. Owns the order of a
+commit (Q-5), the effect of cancellation and deadlines (Q-6) and recovery from faults (Q-7). Owns neither thread nor
+clock: ``step`` is driven from outside, and time is an argument.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ninfer_jax.counters import Counters
+from ninfer_jax.errors import ContractError, InvariantError, RequestError, RequestErrorKind, StaleHandleError
+from ninfer_jax.inbox import Abandon, Ask, Cancel, Close, Inbox, Message, Submit
+from ninfer_jax.job import Job
+from ninfer_jax.request import AdmissionStatus, RequestId, RequestState, SequenceHandle
+from ninfer_jax.results import FinishReason, GenerationStart, TextDelta, TokenLogprobs
+from ninfer_jax.scheduler import (
+    NO_DEADLINE_NS,
+    AdmissionVerdict,
+    Admit,
+    Decode,
+    Prefill,
+    Scheduler,
+    judge,
+)
+
+if TYPE_CHECKING:
+    from ninfer_jax.frontend.output import Preview
+    from ninfer_jax.program.admission import RequestWork
+    from ninfer_jax.program.pending import PendingBatch
+
+logger = logging.getLogger("ninfer_jax")
+
+MAX_FAULTS_IN_A_ROW = 3  # the third one latches the failure (Q-7)
+
+
+class ProgramPort(Protocol):
+    """What the worker needs from the program; it sees handles and answers, never a page or a slot."""
+
+    @property
+    def resource_revision(self) -> int:
+        """Grows whenever global free or reserved capacity changed."""
+        ...
+
+    def assess(self, work: RequestWork) -> AdmissionStatus:
+        """Returns whether the request could become Active now; changes nothing."""
+        ...
+
+    def activate(self, work: RequestWork) -> SequenceHandle:
+        """Reserves everything the request may ever need and names it."""
+        ...
+
+    def prefill(self, handle: SequenceHandle) -> PendingBatch | None:
+        """Runs one chunk; the last one yields the first drawn token."""
+        ...
+
+    def decode(self, handles: Sequence[SequenceHandle]) -> PendingBatch:
+        """Draws one token for each of exactly these rows."""
+        ...
+
+    def commit(self, pending: PendingBatch, accepted: Sequence[int]) -> None:
+        """Consumes the batch: accepted tokens become part of their sequences."""
+        ...
+
+    def terminate(self, handle: SequenceHandle) -> None:
+        """Ends the sequence, which keeps its whole reservation."""
+        ...
+
+    def discard(self, handle: SequenceHandle) -> None:
+        """Releases everything a terminated sequence holds."""
+        ...
+
+    def occupancy(self) -> Mapping[str, int]:
+        """Returns used units per axis, all zero when idle."""
+        ...
+
+    def reset(self) -> None:
+        """Clears all device work and contents."""
+        ...
+
+    def close(self) -> None:
+        """Frees device memory."""
+        ...
+
+
+class Worker:
+    """Holds the jobs, the scheduler and the program of one engine.
+
+    Args:
+        program: the physical authority.
+        num_lanes: C.
+        max_outstanding: bound of unfinished requests; the gate in front of the inbox enforces it.
+        inbox: messages from other threads.
+        clock: monotonic nanoseconds.
+    """
+
+    def __init__(
+        self,
+        program: ProgramPort,
+        *,
+        num_lanes: int,
+        max_outstanding: int,
+        inbox: Inbox,
+        clock: Callable[[], int],
+    ) -> None:
+        self._program = program
+        self._inbox = inbox
+        self._clock = clock
+        self._scheduler = Scheduler(num_lanes, max_outstanding)
+        self._jobs: dict[RequestId, Job] = {}
+        self._counters = Counters()
+        self._mail: deque[Message] = deque()
+        self._running_deadlines: dict[RequestId, int] = {}
+        self._trying: Job | None = None  # the head while it is being assessed and activated
+        self._faults_in_a_row = 0
+        self._failure: BaseException | None = None
+        self._closed = False
+
+    # -- facts for other threads: single reads of values that only ever move one way --------------------------
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What latched the engine, or None."""
+        return self._failure
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether ``Close`` was carried out."""
+        return self._closed
+
+    # -- driving ----------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Steps until closed, sleeping while there is nothing to do; the body of the worker thread."""
+        while not self._closed:
+            try:
+                if not self.step():
+                    self._sleep()
+            except BaseException as fault:  # nobody else can end the requests that wait for this thread
+                logger.exception("the worker cannot go on")
+                self._latch(fault)
+
+    def step(self) -> bool:
+        """Does one boundary: mail, deadlines, admissions, then one unit of model work.
+
+        Returns:
+            Whether anything was done.
+        """
+        try:
+            did_something = self._read_mail()
+            if self._closed or self._failure is not None:
+                return did_something
+            now_ns = self._clock()
+            did_something |= self._end_overdue(now_ns)
+            action = self._scheduler.next_action(self._program.resource_revision)
+            while isinstance(action, Admit):
+                self._try_head(action.request_id, now_ns)
+                did_something = True
+                action = self._scheduler.next_action(self._program.resource_revision)
+            if isinstance(action, Decode):
+                self._decode(action)
+            elif isinstance(action, Prefill):
+                self._prefill(action)
+            else:
+                return did_something
+            return True
+        except Exception as fault:
+            self._recover(fault)
+            return True
+
+    def _sleep(self) -> None:
+        deadline_ns = min(
+            self._scheduler.first_deadline_ns, *self._running_deadlines.values(), NO_DEADLINE_NS
+        )
+        timeout_s = None if deadline_ns == NO_DEADLINE_NS else max(0, deadline_ns - self._clock()) / 1e9
+        try:
+            self._mail.append(self._inbox.get(timeout=timeout_s))
+        except queue.Empty:
+            return
+
+    # -- mail -------------------------------------------------------------------------------------------------
+
+    def _read_mail(self) -> bool:
+        if self._inbox.empty() and not self._mail:
+            return False
+        while not self._inbox.empty():
+            self._mail.append(self._inbox.get_nowait())  # this thread is the only reader
+        while self._mail:
+            self._open(self._mail.popleft())
+        return True
+
+    def _open(self, message: Message) -> None:
+        if isinstance(message, Submit):
+            self._accept(message.job)
+        elif isinstance(message, Cancel):
+            self._cancel(message.response.request_id)
+        elif isinstance(message, Abandon):
+            message.response.slot.consumer_released()
+            self._cancel(message.response.request_id)
+        elif isinstance(message, Ask):
+            try:
+                message.answers.put((True, message.question()))
+            except Exception as mistake:  # belongs to whoever asked
+                message.answers.put((False, mistake))
+        elif isinstance(message, Close):
+            self._close()
+
+    def _accept(self, job: Job) -> None:
+        self._counters.submitted += 1
+        if self._closed or self._failure is not None:
+            self._fail(job, RequestErrorKind.UNAVAILABLE, "the engine no longer accepts requests")
+            return
+        self._jobs[job.request_id] = job
+        request = job.request
+        deadline_ns = request.pending_deadline_ns
+        if request.deadline_ns is not None:
+            deadline_ns = min(deadline_ns, request.deadline_ns)
+        if not self._scheduler.enqueue(job.request_id, deadline_ns):
+            self._fail(job, RequestErrorKind.OVERLOADED, "the queue is full")
+
+    def _cancel(self, request_id: RequestId) -> None:
+        job = self._jobs.get(request_id)
+        if job is not None:  # else it has ended meanwhile
+            self._end(job, "cancelled")
+
+    # -- deadlines --------------------------------------------------------------------------------------------
+
+    def _end_overdue(self, now_ns: int) -> bool:
+        expired = self._scheduler.expired(now_ns)
+        for request_id in expired:
+            job = self._jobs[request_id]
+            waited_s = (now_ns - job.request.submitted_ns) / 1e9
+            self._scheduler.drop_waiting(request_id)
+            self._fail(job, RequestErrorKind.QUEUE_TIMEOUT, f"waited {waited_s:.1f} s without being admitted")
+        overdue = [
+            request_id for request_id, deadline_ns in self._running_deadlines.items() if deadline_ns <= now_ns
+        ]
+        for request_id in overdue:
+            self._end(self._jobs[request_id], "timeout")
+        return bool(expired or overdue)
+
+    # -- admission --------------------------------------------------------------------------------------------
+
+    def _try_head(self, request_id: RequestId, now_ns: int) -> None:
+        job = self._trying = self._jobs[request_id]
+        status = self._program.assess(job.work)
+        verdict = judge(status, self._scheduler.num_active)
+        if verdict is AdmissionVerdict.START:
+            self._start(job, now_ns)
+        elif verdict is AdmissionVerdict.KEEP_WAITING:
+            self._counters.blocked_assessments += 1
+            self._scheduler.block_head(self._program.resource_revision)
+        else:
+            self._scheduler.drop_waiting(request_id)
+            if verdict is AdmissionVerdict.REJECT_TOO_LARGE:
+                self._fail(
+                    job,
+                    RequestErrorKind.CONTEXT_LENGTH_EXCEEDED,
+                    f"{job.request.prompt_tokens} prompt and {job.work.max_output_tokens} output tokens do not "
+                    "fit this engine even alone",
+                )
+            else:
+                self._fail(
+                    job,
+                    RequestErrorKind.OVERLOADED,
+                    "nothing is active, yet there is no room for the request",
+                )
+        self._trying = None
+
+    def _start(self, job: Job, now_ns: int) -> None:
+        job.move_to(RequestState.MATERIALIZING)
+        job.sequence = self._program.activate(job.work)
+        self._scheduler.admit(job.request_id)
+        job.move_to(RequestState.PREFILL)
+        job.admitted_ns = now_ns
+        if job.request.deadline_ns is not None:
+            self._running_deadlines[job.request_id] = job.request.deadline_ns
+        record = job.materialization()
+        self._counters.admissions += 1
+        self._counters.prompt_tokens += job.request.prompt_tokens
+        self._counters.reused_tokens += record.reused_tokens
+        if job.response.wants_events:
+            start = GenerationStart(
+                request_id=job.request_id,
+                prompt_tokens=job.request.prompt_tokens,
+                reused_tokens=record.reused_tokens,
+                source=record.source,
+            )
+            job.response.publish((start,))
+
+    # -- model work -------------------------------------------------------------------------------------------
+
+    def _prefill(self, action: Prefill) -> None:
+        job = self._jobs[action.request_id]
+        started_ns = self._clock()
+        pending = self._program.prefill(_active(job))
+        self._scheduler.prefilled_chunk(action.request_id, is_complete=pending is not None)
+        if pending is not None:
+            job.move_to(RequestState.DECODE_READY)
+            self._settle(pending, (job,))
+        self._counters.prefill_chunks += 1
+        self._counters.prefill_ns += self._clock() - started_ns
+
+    def _decode(self, action: Decode) -> None:
+        jobs = [self._jobs[request_id] for request_id in action.request_ids]
+        started_ns = self._clock()
+        pending = self._program.decode([_active(job) for job in jobs])
+        tokens_ns = self._settle(pending, jobs)
+        self._scheduler.decoded()
+        counters = self._counters
+        counters.decode_rounds[len(jobs)] += 1
+        counters.decode_rows += len(jobs)
+        counters.decode_step_ns += tokens_ns - started_ns
+        counters.decode_settle_ns += self._clock() - tokens_ns
+
+    def _settle(self, pending: PendingBatch, jobs: Sequence[Job]) -> int:
+        """Carries one batch through the commit order of Q-5.
+
+        Preview -> program commit -> terminal resources -> budgets -> output commit -> publish: if anything before
+        the program's commit fails, no consumer has seen a token of this batch.
+
+        Returns:
+            When the tokens had reached the host, in the clock's nanoseconds.
+        """
+        tokens = pending.tokens().tolist()
+        now_ns = self._clock()
+        logprobs = pending.logprobs() if any(job.wants_logprobs for job in jobs) else None
+        previews: list[Preview | None] = [
+            None if job.response.cancel_requested else job.output.preview((token,))
+            for job, token in zip(jobs, tokens, strict=True)
+        ]
+        self._program.commit(pending, [0 if preview is None else preview.accepted for preview in previews])
+        for job, preview in zip(jobs, previews, strict=True):
+            if preview is None or preview.finish_reason is not None:
+                self._release_lane(job)
+        for row, (job, preview, token) in enumerate(zip(jobs, previews, tokens, strict=True)):
+            if preview is None:
+                self._close_answer(job, "cancelled", None, now_ns)
+                continue
+            self._counters.completion_tokens += 1
+            if job.first_token_ns is None:
+                job.first_token_ns = now_ns
+            job.token_ids.append(token)
+            drawn = None
+            if logprobs is not None and job.wants_logprobs:
+                drawn = logprobs_of(logprobs, row, token, job.work.sampling.num_logprobs)
+                job.logprobs.append(drawn)
+            job.output = preview.next
+            self._publish(job, preview, token, drawn)
+            if preview.finish_reason is not None:
+                self._close_answer(job, preview.finish_reason, preview.stop_detail, now_ns)
+        return now_ns
+
+    def _publish(self, job: Job, preview: Preview, token: int, drawn: TokenLogprobs | None) -> None:
+        deltas = preview.deltas
+        job.take_text(deltas)
+        if not job.response.wants_events:
+            return
+        logprobs = None if drawn is None else (drawn,)
+        if len(deltas) <= 1:
+            text, channel = (deltas[0].text, deltas[0].channel) if deltas else ("", "content")
+            job.response.publish((TextDelta(text, channel, (token,), logprobs),))
+            return
+        head = tuple(TextDelta(delta.text, delta.channel, (), None) for delta in deltas[:-1])
+        last = TextDelta(deltas[-1].text, deltas[-1].channel, (token,), logprobs)
+        job.response.publish((*head, last))
+
+    # -- the end of one request -------------------------------------------------------------------------------
+
+    def _end(self, job: Job, reason: FinishReason) -> None:
+        """Ends a request at a stable boundary, in whatever state it is (Q-6)."""
+        if job.state is RequestState.WAITING:
+            self._scheduler.drop_waiting(job.request_id)
+        else:
+            self._release_lane(job)
+        self._close_answer(job, reason, None, self._clock())
+
+    def _release_lane(self, job: Job) -> None:
+        """Active -> TerminalPending -> Free: the program gives everything back before anybody hears of the end."""
+        job.move_to(RequestState.TERMINAL_PENDING)
+        self._program.terminate(_active(job))
+        self._program.discard(_active(job))
+        job.sequence = None
+        self._scheduler.leave(job.request_id)
+        self._running_deadlines.pop(job.request_id, None)
+
+    def _close_answer(
+        self, job: Job, reason: FinishReason, stop_detail: str | int | None, now_ns: int
+    ) -> None:
+        """Publishes the end. An answer that was cut off gives out the text it was still holding back."""
+        held = () if reason in ("stop", "length") else job.output.finish()
+        job.take_text(held)
+        if held and job.response.wants_events:
+            job.response.publish(tuple(TextDelta(delta.text, delta.channel, (), None) for delta in held))
+        job.move_to(RequestState.FINISHED)
+        self._counters.finished[reason] += 1
+        if reason in ("stop", "length"):
+            self._faults_in_a_row = 0
+        del self._jobs[job.request_id]
+        job.response.finish(job.result(reason, stop_detail, now_ns))
+
+    def _fail(self, job: Job, kind: RequestErrorKind, message: str) -> None:
+        job.state = RequestState.FINISHED  # from any state: a fault respects no lifecycle
+        self._counters.failed[kind.value] += 1
+        self._jobs.pop(job.request_id, None)
+        job.response.fail(RequestError(kind, f"request {job.request_id}: {message}"))
+
+    # -- faults -----------------------------------------------------------------------------------------------
+
+    def _recover(self, fault: Exception) -> None:
+        """Clears all device work, fails what it touched, keeps the untouched queue (Q-7)."""
+        self._counters.faults += 1
+        self._faults_in_a_row += 1
+        broken_contract = isinstance(fault, (InvariantError, StaleHandleError, ContractError))
+        if broken_contract or self._faults_in_a_row >= MAX_FAULTS_IN_A_ROW:
+            logger.error("engine-wide failure", exc_info=fault)
+            self._latch(fault)
+            return
+        logger.error("a fault in the worker; active requests fail, waiting ones stay", exc_info=fault)
+        for job in self._touched_jobs():
+            self._fail_touched(job, fault)
+        try:
+            self._program.reset()
+            leftover = {axis: used for axis, used in self._program.occupancy().items() if used}
+        except Exception as second:
+            self._latch(second)
+            return
+        if leftover:
+            self._latch(InvariantError(f"after clearing all device work these are still in use: {leftover}"))
+
+    def _touched_jobs(self) -> list[Job]:
+        """Every request that has left the queue or was being admitted; the rest of the queue is untouched."""
+        return [
+            job for job in self._jobs.values() if job.state is not RequestState.WAITING or job is self._trying
+        ]
+
+    def _fail_touched(self, job: Job, fault: BaseException) -> None:
+        if job.request_id in self._scheduler.active:
+            self._scheduler.leave(job.request_id)
+        elif job.request_id in self._scheduler.waiting:
+            self._scheduler.drop_waiting(job.request_id)
+        self._trying = None
+        self._running_deadlines.pop(job.request_id, None)
+        job.sequence = None
+        self._fail(job, RequestErrorKind.FAULT, f"an internal fault ended it: {fault!r}")
+
+    def _latch(self, failure: BaseException) -> None:
+        """Ends every request and refuses all later ones; only ``Close`` is left."""
+        self._failure = failure
+        for job in self._touched_jobs():
+            self._fail_touched(job, failure)
+        for job in list(self._jobs.values()):
+            self._scheduler.drop_waiting(job.request_id)
+            self._fail(job, RequestErrorKind.UNAVAILABLE, "the engine failed before it was admitted")
+
+    def _close(self) -> None:
+        """Ends every request, then frees the device."""
+        for job in list(self._jobs.values()):
+            self._fail(job, RequestErrorKind.UNAVAILABLE, "the engine was closed")
+        self._closed = True
+        self._program.close()
+
+    # -- reports ----------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Returns totals, gauges and occupancy as plain data; called at a boundary."""
+        occupancy = {} if self._closed else dict(self._program.occupancy())
+        return {
+            **self._counters.as_dict(),
+            "waiting": self._scheduler.num_waiting,
+            "active": self._scheduler.num_active,
+            "occupancy": occupancy,
+            "failure": None if self._failure is None else repr(self._failure),
+        }
+
+
+def _active(job: Job) -> SequenceHandle:
+    if job.sequence is None:
+        raise InvariantError(f"request {job.request_id} holds no lane")
+    return job.sequence
+
+
+def logprobs_of(logprobs: Any, row: int, token: int, num_top: int) -> TokenLogprobs:
+    """Returns one row of a step's log-probabilities with its ``num_top`` best alternatives."""
+    top = zip(logprobs.top_ids[row, :num_top].tolist(), logprobs.top[row, :num_top].tolist(), strict=True)
+    return TokenLogprobs(token_id=token, logprob=float(logprobs.drawn[row]), top=tuple(top))
