@@ -1,7 +1,7 @@
 """Running totals of one engine, for ``stats()``.
 
-Owns sums only; the worker adds, everybody else gets a copy as a plain dict. Occupancy is never counted here: the
-program is asked (D-2).
+Owns sums only; the worker adds, everybody else gets a copy as a plain dict. Occupancy is never counted here:
+the program is asked (D-2).
 """
 
 from __future__ import annotations

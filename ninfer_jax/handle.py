@@ -1,7 +1,8 @@
-"""The two ends of one answer: ``Response``, which the worker fills, and ``RequestHandle``, which a consumer holds.
+"""The two ends of one answer: ``Response``, which the worker fills, and ``RequestHandle``, which a consumer
+holds.
 
-Owns how events cross threads and when a consumer counts as gone. The worker never sees a handle, so a dropped one
-can be noticed; a handle never changes engine state, it only sends messages.
+Owns how events cross threads and when a consumer counts as gone. The worker never sees a handle, so a
+dropped one can be noticed; a handle never changes engine state, it only sends messages.
 """
 
 from __future__ import annotations
@@ -119,13 +120,14 @@ class Response:
 class RequestHandle:
     """A consumer's end of one answer. Dropping it before the end cancels the request.
 
-    Any thread may call ``cancel`` and ``result``; one thread iterates. The request's place in the engine comes back
-    once the answer has ended and was read to its end, closed, or dropped (Q-6).
+    Any thread may call ``cancel`` and ``result``; one thread iterates. The request's place in the engine
+    comes back once the answer has ended and was read to its end, closed, or dropped (Q-6).
 
     Args:
         response: the worker's end.
         inbox: where messages to the worker go.
-        pump: None where a worker thread runs; else a function that does one step and says whether it did anything.
+        pump: None where a worker thread runs; else a function that does one step and says whether it did
+            anything.
         keep_alive: held as long as the handle, so that an engine does not vanish under a pending answer.
     """
 
@@ -155,7 +157,7 @@ class RequestHandle:
         return self._response.is_done
 
     def cancel(self) -> None:
-        """Asks for the end at the next stable boundary; what was generated so far stays. Harmless after the end."""
+        """Asks for the end at the next stable boundary; the answer so far stays. Harmless after the end."""
         if not self._response.is_done:
             self._response.cancel_requested = True
             self._inbox.put(Cancel(self._response))

@@ -1,7 +1,7 @@
 """The messages that reach the worker from other threads.
 
-Owns their types only. The queue between the threads is a ``queue.SimpleQueue``: its ``put`` is re-entrant, so a
-garbage collector's callback may send one.
+Owns their types only. The queue between the threads is a ``queue.SimpleQueue``: its ``put`` is re-entrant,
+so a garbage collector's callback may send one.
 """
 
 from __future__ import annotations

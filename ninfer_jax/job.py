@@ -1,7 +1,7 @@
 """The worker's own record of one request, and the result it becomes.
 
-Owns what changes while a request lives. Mutable, and touched by the worker alone (Q-2); everything that leaves it is
-a frozen value.
+Owns what changes while a request lives. Mutable, and touched by the worker alone (Q-2); everything that
+leaves it is a frozen value.
 """
 
 from __future__ import annotations

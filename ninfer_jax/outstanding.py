@@ -1,7 +1,7 @@
 """How many requests may be unfinished or unread at once, and the slot each of them holds.
 
-Owns the count and its bound, shared by every thread. A slot comes back when the response is done *and* the consumer
-has let go, once, in either order (Q-6): an unread answer is memory too.
+Owns the count and its bound, shared by every thread. A slot comes back when the response is done *and* the
+consumer has let go, once, in either order (Q-6): an unread answer is memory too.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class OutstandingGate:
 
 
 class OutstandingSlot:
-    """One request's place; both sides may report as often as they like, only the first report of each counts."""
+    """One request's place; both sides may report often, only the first report of each counts."""
 
     __slots__ = ("_consumer_released", "_gate", "_response_done")
 

@@ -102,7 +102,8 @@ class GenerationStart:
 class TextDelta:
     """Committed output. Text may lag behind its tokens: a character is never split, a possible stop is held.
 
-    A step that yields tokens but no text yet is a delta with empty ``text``, so that token streams miss nothing.
+    A step that yields tokens but no text yet is a delta with empty ``text``, so that token streams miss
+    nothing.
     """
 
     text: str

@@ -1,7 +1,9 @@
-"""Which request is tried and which unit of work comes next: the bounded FIFO, its deadlines, and the lane order.
+"""Which request is tried and which unit of work comes next: the bounded FIFO, its deadlines, and the lane
+order.
 
-Sees readiness answers and nothing physical (D-1): no page, no slot, no placement, no cache value ever orders a
-request. ``choose`` is the whole policy, a pure function of a ``BoundaryView``; ``Scheduler`` holds the queue.
+Sees readiness answers and nothing physical (D-1): no page, no slot, no placement, no cache value ever orders
+a request. ``choose`` is the whole policy, a pure function of a ``BoundaryView``; ``Scheduler`` holds the
+queue.
 """
 
 from __future__ import annotations
@@ -73,8 +75,8 @@ def choose(view: BoundaryView) -> Action:
     no                      no          no            any               Idle
     ======================  ==========  ============  ================  ============
 
-    Neither side starves: with both present they alternate, and the oldest prompt goes first, so a prompt waits for
-    no more than the chunks of the C - 1 prompts admitted before it.
+    Neither side starves: with both present they alternate, and the oldest prompt goes first, so a prompt
+    waits for no more than the chunks of the C - 1 prompts admitted before it.
     """
     if view.head is not None and not view.head_is_blocked and view.free_lanes > 0:
         return Admit(view.head)

@@ -1,7 +1,8 @@
 """The one worker: drives requests from the queue to their end, one stable boundary after another.
 
-The only code that changes requests, scheduler and program (Q-2); other threads send messages. Owns the order of a
-commit (Q-5), the effect of cancellation and deadlines (Q-6) and recovery from faults (Q-7). Owns neither thread nor
+The only code that changes requests, scheduler and program (Q-2); other threads send messages. Owns the order
+of a commit (Q-5), the effect of cancellation and deadlines (Q-6) and recovery from faults (Q-7). Owns
+neither thread nor
 clock: ``step`` is driven from outside, and time is an argument.
 """
 
@@ -121,7 +122,7 @@ class Worker:
         self._failure: BaseException | None = None
         self._closed = False
 
-    # -- facts for other threads: single reads of values that only ever move one way --------------------------
+    # -- facts for other threads: single reads of values that only ever move one way -------------------------
 
     @property
     def failure(self) -> BaseException | None:
@@ -133,7 +134,7 @@ class Worker:
         """Whether ``Close`` was carried out."""
         return self._closed
 
-    # -- driving ----------------------------------------------------------------------------------------------
+    # -- driving ---------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Steps until closed, sleeping while there is nothing to do; the body of the worker thread."""
@@ -183,7 +184,7 @@ class Worker:
         except queue.Empty:
             return
 
-    # -- mail -------------------------------------------------------------------------------------------------
+    # -- mail ------------------------------------------------------------------------------------------------
 
     def _read_mail(self) -> bool:
         if self._inbox.empty() and not self._mail:
@@ -228,7 +229,7 @@ class Worker:
         if job is not None:  # else it has ended meanwhile
             self._end(job, "cancelled")
 
-    # -- deadlines --------------------------------------------------------------------------------------------
+    # -- deadlines -------------------------------------------------------------------------------------------
 
     def _end_overdue(self, now_ns: int) -> bool:
         expired = self._scheduler.expired(now_ns)
@@ -244,7 +245,7 @@ class Worker:
             self._end(self._jobs[request_id], "timeout")
         return bool(expired or overdue)
 
-    # -- admission --------------------------------------------------------------------------------------------
+    # -- admission -------------------------------------------------------------------------------------------
 
     def _try_head(self, request_id: RequestId, now_ns: int) -> None:
         job = self._trying = self._jobs[request_id]
@@ -261,8 +262,8 @@ class Worker:
                 self._fail(
                     job,
                     RequestErrorKind.CONTEXT_LENGTH_EXCEEDED,
-                    f"{job.request.prompt_tokens} prompt and {job.work.max_output_tokens} output tokens do not "
-                    "fit this engine even alone",
+                    f"{job.request.prompt_tokens} prompt and {job.work.max_output_tokens} output tokens "
+                    "do not fit this engine even alone",
                 )
             else:
                 self._fail(
@@ -293,7 +294,7 @@ class Worker:
             )
             job.response.publish((start,))
 
-    # -- model work -------------------------------------------------------------------------------------------
+    # -- model work ------------------------------------------------------------------------------------------
 
     def _prefill(self, action: Prefill) -> None:
         job = self._jobs[action.request_id]
@@ -321,8 +322,8 @@ class Worker:
     def _settle(self, pending: PendingBatch, jobs: Sequence[Job]) -> int:
         """Carries one batch through the commit order of Q-5.
 
-        Preview -> program commit -> terminal resources -> budgets -> output commit -> publish: if anything before
-        the program's commit fails, no consumer has seen a token of this batch.
+        Preview -> program commit -> terminal resources -> budgets -> output commit -> publish: if anything
+        before the program's commit fails, no consumer has seen a token of this batch.
 
         Returns:
             When the tokens had reached the host, in the clock's nanoseconds.
@@ -370,7 +371,7 @@ class Worker:
         last = TextDelta(deltas[-1].text, deltas[-1].channel, (token,), logprobs)
         job.response.publish((*head, last))
 
-    # -- the end of one request -------------------------------------------------------------------------------
+    # -- the end of one request ------------------------------------------------------------------------------
 
     def _end(self, job: Job, reason: FinishReason) -> None:
         """Ends a request at a stable boundary, in whatever state it is (Q-6)."""
@@ -381,7 +382,7 @@ class Worker:
         self._close_answer(job, reason, None, self._clock())
 
     def _release_lane(self, job: Job) -> None:
-        """Active -> TerminalPending -> Free: the program gives everything back before anybody hears of the end."""
+        """Active -> TerminalPending -> Free; nobody hears of the end before everything is given back."""
         job.move_to(RequestState.TERMINAL_PENDING)
         self._program.terminate(_active(job))
         self._program.discard(_active(job))
@@ -410,7 +411,7 @@ class Worker:
         self._jobs.pop(job.request_id, None)
         job.response.fail(RequestError(kind, f"request {job.request_id}: {message}"))
 
-    # -- faults -----------------------------------------------------------------------------------------------
+    # -- faults ----------------------------------------------------------------------------------------------
 
     def _recover(self, fault: Exception) -> None:
         """Clears all device work, fails what it touched, keeps the untouched queue (Q-7)."""
@@ -465,7 +466,7 @@ class Worker:
         self._closed = True
         self._program.close()
 
-    # -- reports ----------------------------------------------------------------------------------------------
+    # -- reports ---------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """Returns totals, gauges and occupancy as plain data; called at a boundary."""
