@@ -1,0 +1,158 @@
+"""Messages, text or token ids to a `PreparedPrompt`.
+
+Owns the step from text to token frontiers. A conversation is rendered whole and tokenised once: pieces
+tokenised apart need not join to the same tokens (two line ends are one token). It validates no message and
+reads no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+
+from ninfer_jax.errors import PromptError
+from ninfer_jax.frontend.boundaries import find_text_boundaries, replaceable_from
+from ninfer_jax.frontend.channels import THINK_CLOSE_TEXT, THINK_OPEN_TEXT
+from ninfer_jax.frontend.messages import Message
+from ninfer_jax.frontend.template import ChatTemplate
+from ninfer_jax.frontend.tokenizer import TextTokenizer, token_border
+from ninfer_jax.identity import Boundary, BoundaryKind, PreparedPrompt, make_identity
+
+
+def prepare_conversation(
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None,
+    template: ChatTemplate,
+    tokenizer: TextTokenizer,
+    vocab_size: int,
+    options: Mapping[str, Any],
+    now: datetime,
+) -> PreparedPrompt:
+    """Returns the prompt of a conversation, with its message borders as token frontiers.
+
+    Args:
+        messages: from `messages.normalise_messages`.
+        tools: from `messages.normalise_tools`.
+        options: variables for the template, such as ``enable_thinking``.
+        now: the time that every rendering of this request sees.
+    Raises:
+        PromptError: if the template refuses, or a token lies outside the model's vocabulary.
+    """
+
+    def render(some: Sequence[Message], *, with_tools: bool, open_answer: bool) -> str:
+        return template.render(
+            _known_roles(some, template),
+            tools=tools if with_tools else None,
+            add_generation_prompt=open_answer,
+            options=options,
+            now=now,
+        )
+
+    text = render(messages, with_tools=True, open_answer=True)
+    encoding = tokenizer.encode_with_offsets(text)
+    tokens = checked_tokens(encoding.ids, vocab_size)
+    history = render(messages, with_tools=True, open_answer=False)
+    boundaries: list[Boundary] = []
+    opener = None
+    if text.startswith(history):
+        opener = token_border(encoding, len(history))
+        for found in find_text_boundaries(render, messages, history, has_tools=bool(tools)):
+            frontier = token_border(encoding, found.offset_chars)
+            if frontier:
+                boundaries.append(Boundary(frontier, found.message_count, found.kind))
+    ends = {b.message_count: b.frontier_tokens for b in boundaries if b.kind is BoundaryKind.MESSAGE}
+    rewrites = [ends[count] for count in replaceable_from(messages) if count in ends]
+    return PreparedPrompt(
+        identity=make_identity(tokens, rewrite_execution_frontiers=rewrites),
+        boundaries=tuple(boundaries),
+        generation_opener_frontier=opener,
+        starts_in_reasoning=text.rfind(THINK_OPEN_TEXT) > max(text.rfind(THINK_CLOSE_TEXT), len(history) - 1),
+        from_messages=True,
+        text=text,
+    )
+
+
+def prepare_raw_text(text: str, *, tokenizer: TextTokenizer, vocab_size: int) -> PreparedPrompt:
+    """Returns the prompt of a text that is used as it is; special tokens spelled in it are those tokens.
+
+    Raises:
+        PromptError: if it is not text, is empty, or holds a token outside the model's vocabulary.
+    """
+    if not isinstance(text, str):
+        raise PromptError(f"a text prompt must be a string, got {type(text).__name__}")
+    tokens = checked_tokens(tokenizer.encode(text), vocab_size)
+    return PreparedPrompt(
+        identity=make_identity(tokens),
+        boundaries=(),
+        generation_opener_frontier=None,
+        starts_in_reasoning=_ends_in_reasoning(tokens, tokenizer),
+        text=text,
+    )
+
+
+def prepare_raw_tokens(
+    tokens: Sequence[int] | np.ndarray,
+    *,
+    tokenizer: TextTokenizer | None,
+    vocab_size: int,
+    anchor_prompt_end: bool,
+) -> PreparedPrompt:
+    """Returns the prompt of token ids, which has no message structure (N-7).
+
+    ``anchor_prompt_end`` offers an anchor one token before the end, so that repeating the prompt recomputes
+    only its last token. It stays outside the identity: with and without it, the prompt is the same prompt.
+
+    Raises:
+        PromptError: if there is no token, or an id lies outside the model's vocabulary.
+    """
+    ids = checked_tokens(tokens, vocab_size)
+    anchor = len(ids) - 1 if anchor_prompt_end and len(ids) > 1 else None
+    return PreparedPrompt(
+        identity=make_identity(ids),
+        boundaries=(),
+        generation_opener_frontier=anchor,
+        starts_in_reasoning=tokenizer is not None and _ends_in_reasoning(ids, tokenizer),
+        prompt_end_anchor=anchor,
+    )
+
+
+def checked_tokens(tokens: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
+    """Returns token ids as int64[S] once they are known to be rows of the model's embedding.
+
+    Raises:
+        PromptError: naming the first id that is not.
+    """
+    try:
+        ids = np.asarray(tokens)
+    except ValueError as error:
+        raise PromptError(f"token ids must be a flat list of integers: {error}") from error
+    if ids.size == 0:
+        raise PromptError("the prompt has no tokens; give at least one")
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise PromptError(f"token ids must be a flat list of integers, got {ids.dtype} of shape {ids.shape}")
+    bad = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if bad.size:
+        raise PromptError(f"token id {ids[bad[0]]} at index {bad[0]} is outside 0..{vocab_size - 1}")
+    return ids.astype(np.int64)
+
+
+def _known_roles(messages: Sequence[Message], template: ChatTemplate) -> Sequence[Message]:
+    """Messages with the developer role as system where the template has never heard of it."""
+    if template.mentions_developer:
+        return messages
+    return [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
+
+
+def _ends_in_reasoning(tokens: np.ndarray, tokenizer: TextTokenizer) -> bool:
+    """Whether a thinking block is open at the end; any turn border after it closes it."""
+    opening = tokenizer.token_id(THINK_OPEN_TEXT)
+    if opening is None:
+        return False
+    closing = {tokenizer.token_id(THINK_CLOSE_TEXT), tokenizer.token_id("<|im_end|>")}
+    opened = np.flatnonzero(tokens == opening)
+    closed = np.flatnonzero(np.isin(tokens, [token for token in closing if token is not None]))
+    return bool(opened.size) and (not closed.size or opened[-1] > closed[-1])

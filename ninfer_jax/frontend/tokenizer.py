@@ -1,0 +1,162 @@
+"""Text to token ids and token ids to text, for byte-level BPE vocabularies (the only kind Qwen3.5 has).
+
+Owns the vocabulary and the rule that a character is never split between two pieces of text. It knows no
+template, no stop string and no request.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tokenizers import Encoding, Tokenizer
+
+from ninfer_jax.errors import OptionError, PromptError
+
+REPLACEMENT = "\ufffd"
+
+
+class TextTokenizer:
+    """Encodes whole texts and decodes tokens one at a time.
+
+    The only mutable part is a cache of token bytes, filled on first use: building all 248,077 of them at
+    start would cost more than most runs ever need.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self._added: dict[int, str] = {index: token.content for index, token in added.items()}
+        self.special_ids: frozenset[int] = frozenset(index for index, token in added.items() if token.special)
+        # Ids are rows of the embedding, so what counts is the largest id and not how many tokens there are.
+        largest = max([*tokenizer.get_vocab(with_added_tokens=True).values(), *self._added])
+        self.vocab_size: int = largest + 1
+        self._bytes_of_character = _byte_alphabet()
+        self._pieces: dict[int, bytes] = {}
+
+    @classmethod
+    def from_file(cls, path: Path) -> TextTokenizer:
+        """Returns the tokenizer of a ``tokenizer.json``.
+
+        Raises:
+            OptionError: if the file cannot be read or is not a byte-level BPE.
+        """
+        try:
+            raw = path.read_text(encoding="utf-8")
+            kind = json.loads(raw)
+            tokenizer = Tokenizer.from_str(raw)
+        except Exception as error:  # the Rust side raises bare Exception
+            raise OptionError(f"{path} is not a readable tokenizer.json: {error}") from error
+        if not _is_byte_level(kind):
+            raise OptionError(
+                f"{path} is not a byte-level BPE tokenizer, the only kind Qwen3.5 checkpoints use; "
+                "remove the file to run on token ids alone"
+            )
+        return cls(tokenizer)
+
+    def token_id(self, text: str) -> int | None:
+        """Returns the id of the token that is exactly this text, or None."""
+        return self._tokenizer.token_to_id(text)
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of a text; a special token's text is that token, and nothing is added."""
+        return self.encode_with_offsets(text).ids
+
+    def encode_with_offsets(self, text: str) -> Encoding:
+        """Returns the ids of a text together with the characters that each of them covers.
+
+        Raises:
+            PromptError: if the text holds half of a surrogate pair, which no UTF-8 text can.
+        """
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        except UnicodeEncodeError as error:
+            raise PromptError(
+                f"the text holds a lone surrogate (U+{ord(text[error.start]):04X}) "
+                f"at character {error.start}, which is not valid Unicode; decode the input with errors='replace'"
+            ) from error
+
+    def piece(self, token: int) -> bytes:
+        """Returns the UTF-8 bytes of one token, perhaps part of a character; empty for ids without one."""
+        found = self._pieces.get(token)
+        if found is None:
+            found = self._pieces[token] = self._make_piece(int(token))
+        return found
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Returns the text of whole tokens; bytes that form no character become U+FFFD."""
+        silent = self.special_ids if skip_special_tokens else frozenset()
+        return b"".join(self.piece(token) for token in tokens if token not in silent).decode(
+            "utf-8", "replace"
+        )
+
+    def _make_piece(self, token: int) -> bytes:
+        added = self._added.get(token)
+        if added is not None:
+            return added.encode("utf-8")
+        symbol = self._tokenizer.id_to_token(token) if token >= 0 else None
+        if symbol is None:
+            return b""
+        try:
+            return bytes([self._bytes_of_character[character] for character in symbol])
+        except KeyError:  # a symbol outside the alphabet stands for its own text
+            return symbol.encode("utf-8")
+
+
+def decode_bytes(pending: bytes, more: bytes) -> tuple[str, bytes]:
+    """Returns the characters that are complete, and the bytes (at most 3) of the one that is not yet.
+
+    Cutting the bytes anywhere gives the same text: what can still become a character is held back, everything
+    else is replaced exactly as in one whole decode.
+    """
+    data = pending + more if pending else more
+    text, used = codecs.utf_8_decode(data, "replace", False)
+    return text, data[used:]
+
+
+def token_border(encoding: Encoding, offset: int) -> int | None:
+    """Returns how many tokens cover exactly the first ``offset`` characters, or None where a token crosses.
+
+    Both neighbours must touch the offset: tokenizers that trim the spaces out of their offsets then publish
+    nothing, instead of a border inside a token.
+    """
+    count = len(encoding)
+    if count == 0:
+        return 0 if offset == 0 else None
+    if offset == 0:
+        return 0
+    following = encoding.char_to_token(offset)
+    if following is None:  # past the last token
+        last = encoding.token_to_chars(count - 1)
+        return count if last is not None and last[1] == offset else None
+    start = encoding.token_to_chars(following)
+    before = encoding.token_to_chars(following - 1) if following else None
+    if start is None or start[0] != offset or before is None or before[1] != offset:
+        return None
+    return following
+
+
+def _byte_alphabet() -> Mapping[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for; printable ones are themselves."""
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if chr(byte) not in alphabet]
+    alphabet.update({chr(256 + index): byte for index, byte in enumerate(others)})
+    return alphabet
+
+
+def _is_byte_level(raw: Mapping[str, object]) -> bool:
+    """Whether a tokenizer.json decodes through the byte-level alphabet, directly or in a sequence."""
+    decoder = raw.get("decoder")
+    if not isinstance(decoder, Mapping):
+        return False
+    steps = decoder.get("decoders") if decoder.get("type") == "Sequence" else [decoder]
+    if not isinstance(steps, list):
+        return False
+    return any(isinstance(step, Mapping) and step.get("type") == "ByteLevel" for step in steps)
