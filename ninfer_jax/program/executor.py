@@ -78,6 +78,11 @@ class StepResult(Protocol):
 class Executor(Protocol):
     """What Program needs from a device; the real one and the model-free one both satisfy it."""
 
+    @property
+    def compilations_after_warmup(self) -> int:
+        """Backend compilations since the executor was ready; anything but zero is a defect."""
+        ...
+
     def set_lane(self, lane: int, sampling: LaneSampling, prompt_tokens: np.ndarray) -> None:
         """Prepares a lane's sampler for a new request: bias, bans, tokens seen, counts at zero."""
         ...

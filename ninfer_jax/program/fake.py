@@ -119,6 +119,11 @@ class FakeExecutor:
         self.num_steps = 0
         self.reset()
 
+    @property
+    def compilations_after_warmup(self) -> int:
+        """Nothing is ever compiled here."""
+        return 0
+
     def reset(self) -> None:
         """Starts from empty pages, slots and lanes."""
         num_pages = self.capacity.pools[0].num_pages

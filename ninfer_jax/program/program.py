@@ -79,6 +79,11 @@ class Program:
         """The most prompt tokens one `prefill` call runs."""
         return self._prefill_chunk_tokens
 
+    @property
+    def compilations_after_warmup(self) -> int:
+        """Backend compilations since warm-up; anything but zero is a defect."""
+        return self._executor.compilations_after_warmup
+
     def memory_table(self) -> MemoryTable:
         """Returns planned and allocated bytes per axis."""
         return self._memory.with_allocated(self._executor.allocated_bytes())

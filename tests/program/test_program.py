@@ -225,7 +225,7 @@ def test_wrong_counts_change_nothing(build, accepted):
         program.commit(prefill_whole(program, handle), [1])
     pending = program.decode(handles)
     before = [program.facts(handle) for handle in handles]
-    with pytest.raises(ContractError, match="commit got|accepts"):
+    with pytest.raises(ContractError, match=r"commit got|accepts"):
         program.commit(pending, accepted)
     assert [program.facts(handle) for handle in handles] == before
     program.commit(pending, [1, 1])  # still whole

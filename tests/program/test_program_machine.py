@@ -1,7 +1,7 @@
 """Random lives of sequences against a naive model of sets: the books equal a recount, and idle means zero.
 
-The naive model keeps, per active handle, only its sizes and what it has seen; every capacity answer is recomputed
-from those by counting pages one by one.
+The naive model keeps, per active handle, only its sizes and what it has seen; every capacity answer is
+recomputed from those by counting pages one by one.
 """
 
 from __future__ import annotations

@@ -1,0 +1,429 @@
+"""Owns the compiled programs of one model and the device buffers they update in place.
+
+It does not own pages, slots or lanes: every index a step touches arrives from Program. All programs are
+compiled before the first request, for exactly B = 1..C decode rows and for each prefill bucket; asking for
+another is an error, because compiling in the middle of serving would stall every lane.
+
+Letters: B rows, C lanes, T tokens of a bucket, V vocabulary, W block-table width.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ninfer_jax.errors import InvariantError
+from ninfer_jax.model.cache import Cache, CacheSpec, make_cache
+from ninfer_jax.model.loader import LoadedModel
+from ninfer_jax.model.sampling import Sampled, SamplerState, make_sampler_state, sample, set_lane
+from ninfer_jax.model.transformer import decode_step, logits_from_tail, prefill_chunk
+from ninfer_jax.program.capacity import CapacityVector, PoolKind
+from ninfer_jax.program.compilation import CompileCounter
+from ninfer_jax.program.executor import DecodeInputs, Logprobs, PrefillInputs, TailInputs
+from ninfer_jax.program.lane_sampling import LaneSampling, dense_bias, token_mask
+from ninfer_jax.program.memory_table import SAMPLER, STATE_SLOTS, WEIGHTS, pool_axis
+from ninfer_jax.program.packing import (
+    ROW_WIDTH,
+    LaneParameters,
+    pack_decode,
+    pack_prefill,
+    pack_tail,
+    unpack_decode,
+    unpack_prefill,
+    unpack_tail,
+)
+
+SMALLEST_BUCKET_TOKENS = 64
+
+# name of a program, how many are done, how many there are
+Progress = Callable[[str, int, int], None]
+
+
+def prefill_buckets(prefill_chunk_tokens: int) -> tuple[int, ...]:
+    """Returns the padded chunk sizes, ascending: 64 doubling until a whole chunk fits."""
+    buckets = [SMALLEST_BUCKET_TOKENS]
+    while buckets[-1] < prefill_chunk_tokens:
+        buckets.append(2 * buckets[-1])
+    return tuple(buckets)
+
+
+@dataclass(frozen=True, eq=False)
+class Programs:
+    """Everything that may run after warm-up. Keys are exact sizes."""
+
+    decode: Mapping[int, jax.stages.Compiled]  # by B
+    prefill: Mapping[int, jax.stages.Compiled]  # by T
+    draw_from_tail: Mapping[int, jax.stages.Compiled]  # by B
+    set_lane: jax.stages.Compiled
+
+    def all(self) -> dict[str, jax.stages.Compiled]:
+        """Returns every program by a readable name."""
+        return {
+            **{f"decode {size}": program for size, program in self.decode.items()},
+            **{f"prefill {size}": program for size, program in self.prefill.items()},
+            **{f"draw from tail {size}": program for size, program in self.draw_from_tail.items()},
+            "set lane": self.set_lane,
+        }
+
+
+@dataclass(eq=False)
+class Buffers:
+    """The donated arrays; a step replaces them by its results."""
+
+    cache: Cache
+    sampler: SamplerState
+
+
+def make_buffers(
+    spec: CacheSpec, capacity: CapacityVector, vocab_size: int, allowed_vocab_size: int
+) -> Buffers:
+    """Returns zeroed pools, state slots and sampler rows of the given capacity."""
+    (main,) = (pool for pool in capacity.pools if pool.kind is PoolKind.MAIN)
+    return Buffers(
+        cache=make_cache(spec, main.num_pages, capacity.num_state_slots),
+        sampler=make_sampler_state(capacity.num_lanes, vocab_size, allowed_vocab_size),
+    )
+
+
+def compile_programs(
+    model: LoadedModel,
+    buffers: Buffers,
+    eos_mask: jax.Array,
+    *,
+    capacity: CapacityVector,
+    prefill_chunk_tokens: int,
+    progress: Progress | None = None,
+) -> Programs:
+    """Returns every program of one engine, compiled; cache and sampler state are donated by name.
+
+    Args:
+        model: its module is rebuilt from traced leaves, so weights are arguments, not constants.
+        buffers: give the shapes; nothing is run.
+        eos_mask: bool[V].
+        capacity: decides B = 1..C and W.
+        prefill_chunk_tokens: decides the buckets.
+        progress: told after each program.
+    """
+    width = capacity.row_pages
+    vocab_size = model.config.vocab_size
+
+    def decode(
+        leaves: tuple[jax.Array, ...],
+        eos_mask: jax.Array,
+        cache: Cache,
+        sampler: SamplerState,
+        packed: jax.Array,
+    ) -> tuple[Cache, SamplerState, Sampled]:
+        batch, rows = unpack_decode(packed)
+        logits, cache = decode_step(model.module(leaves), cache, batch)
+        sampled, sampler = sample(logits, sampler, rows, eos_mask)
+        return cache, sampler, sampled
+
+    def prefill(leaves: tuple[jax.Array, ...], cache: Cache, packed: jax.Array) -> Cache:
+        # The logits are dropped, so the head is not part of this program: see `draw_from_tail`.
+        _, cache = prefill_chunk(model.module(leaves), cache, unpack_prefill(packed, width))
+        return cache
+
+    def draw_from_tail(
+        leaves: tuple[jax.Array, ...],
+        eos_mask: jax.Array,
+        cache: Cache,
+        sampler: SamplerState,
+        packed: jax.Array,
+    ) -> tuple[SamplerState, Sampled]:
+        slots, rows = unpack_tail(packed)
+        logits = logits_from_tail(model.module(leaves), cache, slots)
+        sampled, sampler = sample(logits, sampler, rows, eos_mask)
+        return sampler, sampled
+
+    jit_decode = jax.jit(decode, donate_argnames=("cache", "sampler"))
+    jit_prefill = jax.jit(prefill, donate_argnames=("cache",))
+    jit_draw = jax.jit(draw_from_tail, donate_argnames=("sampler",))
+    jit_set_lane = jax.jit(set_lane, donate_argnames=("state",))
+
+    def ints(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    leaves, cache, sampler = model.leaves, buffers.cache, buffers.sampler
+    flags = jax.ShapeDtypeStruct((vocab_size,), jnp.bool_)
+    bias = jax.ShapeDtypeStruct((vocab_size,), jnp.float32)
+    lowerings: dict[tuple[str, int], Callable[[], jax.stages.Lowered]] = {}
+    for size in range(1, capacity.num_lanes + 1):
+        lowerings["decode", size] = lambda size=size: jit_decode.lower(
+            leaves, eos_mask, cache, sampler, ints(size, ROW_WIDTH + width)
+        )
+    for size in prefill_buckets(prefill_chunk_tokens):
+        lowerings["prefill", size] = lambda size=size: jit_prefill.lower(
+            leaves, cache, ints(4 + width + 4 * size)
+        )
+    lowerings["draw_from_tail", 1] = lambda: jit_draw.lower(
+        leaves, eos_mask, cache, sampler, ints(1, ROW_WIDTH)
+    )
+    lowerings["set_lane", 1] = lambda: jit_set_lane.lower(sampler, ints(), bias, flags, flags)
+    compiled = _compile_all(lowerings, progress)
+    return Programs(
+        decode={size: program for (kind, size), program in compiled.items() if kind == "decode"},
+        prefill={size: program for (kind, size), program in compiled.items() if kind == "prefill"},
+        draw_from_tail={
+            size: program for (kind, size), program in compiled.items() if kind == "draw_from_tail"
+        },
+        set_lane=compiled["set_lane", 1],
+    )
+
+
+def _compile_all(
+    lowerings: Mapping[tuple[str, int], Callable[[], jax.stages.Lowered]], progress: Progress | None
+) -> dict[tuple[str, int], jax.stages.Compiled]:
+    """Returns each program compiled; tracing is Python and runs here, XLA compiles beside it."""
+    compiled: dict[tuple[str, int], jax.stages.Compiled] = {}
+    # On an accelerator the compiler measures kernels on the device: two at once would disturb each other.
+    workers = min(4, os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
+    with ThreadPoolExecutor(workers) as pool:
+        waiting = {key: pool.submit(lower().compile) for key, lower in lowerings.items()}
+        for key, future in waiting.items():
+            compiled[key] = future.result()
+            if progress is not None:
+                progress(f"{key[0]} {key[1]}", len(compiled), len(lowerings))
+    return compiled
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceResult:
+    """Drawn tokens that may still be computed."""
+
+    sampled: Sampled
+
+    def tokens(self) -> np.ndarray:
+        """Returns int32[B]; blocks until the step is done."""
+        return np.asarray(self.sampled.tokens)
+
+    def logprobs(self) -> Logprobs:
+        """Returns the step's log-probabilities; blocks until the step is done."""
+        return Logprobs(
+            drawn=np.asarray(self.sampled.logprob),
+            top_ids=np.asarray(self.sampled.top_ids),
+            top=np.asarray(self.sampled.top_logprobs),
+        )
+
+
+class ModelExecutor:
+    """The only holder of weights, pools, state slots and sampler rows on the device; satisfies `Executor`.
+
+    Made by `make_model_executor`.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        programs: Programs,
+        buffers: Buffers,
+        eos_mask: jax.Array,
+        *,
+        make_buffers_fn: Callable[[], Buffers],
+        capacity: CapacityVector,
+        counter: CompileCounter,
+    ) -> None:
+        self._model = model
+        self._programs = programs
+        self._buffers: Buffers | None = buffers
+        self._eos_mask = eos_mask
+        self._make_buffers_fn = make_buffers_fn
+        self._capacity = capacity
+        self._counter = counter
+        self._buckets = tuple(sorted(programs.prefill))
+        self._parameters = LaneParameters(capacity.num_lanes)
+
+    @property
+    def compilations_after_warmup(self) -> int:
+        """Backend compilations since this executor was ready; anything but zero is a defect."""
+        return self._counter.num_compilations
+
+    @property
+    def programs(self) -> Programs:
+        """The compiled programs, for memory analysis."""
+        return self._programs
+
+    def set_lane(self, lane: int, sampling: LaneSampling, prompt_tokens: np.ndarray) -> None:
+        """Prepares a lane's sampler for a new request."""
+        buffers = self._open_buffers()
+        vocab_size = self._model.config.vocab_size
+        bias = dense_bias(sampling, vocab_size)
+        seen = token_mask(prompt_tokens, vocab_size)
+        banned = token_mask(sampling.ban_token_ids, vocab_size)
+        self._parameters.set(lane, sampling)
+        buffers.sampler = self._programs.set_lane(buffers.sampler, np.int32(lane), bias, seen, banned)
+
+    def prefill(self, inputs: PrefillInputs) -> None:
+        """Runs one chunk in the smallest bucket that holds it."""
+        buffers = self._open_buffers()
+        num_tokens = len(inputs.tokens)
+        bucket = next((size for size in self._buckets if size >= num_tokens), None)
+        if bucket is None:
+            raise InvariantError(
+                f"no program for {num_tokens} tokens of prefill; buckets are {self._buckets}"
+            )
+        packed = pack_prefill(inputs, bucket, self._capacity.num_state_slots)
+        buffers.cache = self._programs.prefill[bucket](self._model.leaves, buffers.cache, packed)
+
+    def draw_from_tail(self, inputs: TailInputs) -> DeviceResult:
+        """Draws one token per row from the stored tail hidden."""
+        buffers = self._open_buffers()
+        program = self._program_for(self._programs.draw_from_tail, len(inputs.lanes), "draw_from_tail")
+        packed = pack_tail(inputs, self._parameters)
+        buffers.sampler, sampled = program(
+            self._model.leaves, self._eos_mask, buffers.cache, buffers.sampler, packed
+        )
+        return DeviceResult(sampled)
+
+    def decode(self, inputs: DecodeInputs) -> DeviceResult:
+        """Feeds one token per row and draws the next."""
+        buffers = self._open_buffers()
+        program = self._program_for(self._programs.decode, len(inputs.lanes), "decode")
+        packed = pack_decode(inputs, self._parameters, self._capacity.num_state_slots)
+        buffers.cache, buffers.sampler, sampled = program(
+            self._model.leaves, self._eos_mask, buffers.cache, buffers.sampler, packed
+        )
+        return DeviceResult(sampled)
+
+    @staticmethod
+    def _program_for(
+        programs: Mapping[int, jax.stages.Compiled], num_rows: int, kind: str
+    ) -> jax.stages.Compiled:
+        program = programs.get(num_rows)
+        if program is None:
+            raise InvariantError(f"no {kind} program for {num_rows} rows; there are {sorted(programs)}")
+        return program
+
+    def reset(self) -> None:
+        """Replaces all contents by zeroed buffers of the same shapes; nothing is compiled again."""
+        self._free_buffers()
+        self._parameters = LaneParameters(self._capacity.num_lanes)
+        self._buffers = self._make_buffers_fn()
+
+    def allocated_bytes(self) -> dict[str, int]:
+        """Returns the bytes of the arrays held, by axis."""
+        if self._buffers is None:
+            return {}
+        cache = self._buffers.cache
+        return {
+            WEIGHTS: _num_bytes(self._model.leaves),
+            pool_axis(PoolKind.MAIN.value): _num_bytes((cache.k_pages, cache.v_pages)),
+            STATE_SLOTS: _num_bytes((cache.recurrent, cache.conv, cache.tail_hidden)),
+            SAMPLER: _num_bytes(self._buffers.sampler),
+        }
+
+    def close(self) -> None:
+        """Frees weights and buffers; a second call does nothing."""
+        self._counter.stop()
+        self._free_buffers()
+        for leaf in self._model.leaves:
+            leaf.delete()
+
+    def _free_buffers(self) -> None:
+        if self._buffers is not None:
+            for leaf in jax.tree.leaves((self._buffers.cache, self._buffers.sampler)):
+                leaf.delete()
+            self._buffers = None
+
+    def _open_buffers(self) -> Buffers:
+        if self._buffers is None:
+            raise InvariantError("this executor is closed")
+        return self._buffers
+
+
+def _num_bytes(tree: object) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def make_model_executor(
+    model: LoadedModel,
+    spec: CacheSpec,
+    capacity: CapacityVector,
+    *,
+    prefill_chunk_tokens: int,
+    eos_token_ids: frozenset[int],
+    allowed_vocab_size: int,
+    progress: Progress | None = None,
+) -> ModelExecutor:
+    """Returns an executor with its buffers allocated and every program compiled.
+
+    Args:
+        model: taken over; `close` frees its weights.
+        spec: the cache layout that `capacity` was sized with.
+        capacity: pages, slots and lanes to allocate.
+        prefill_chunk_tokens: the longest chunk.
+        eos_token_ids: held back while a row's output is shorter than its `min_tokens`.
+        allowed_vocab_size: ids from here on are never drawn.
+        progress: told after each compiled program.
+    """
+    vocab_size = model.config.vocab_size
+    (device,) = model.leaves[0].devices()
+
+    def fresh_buffers() -> Buffers:
+        with jax.default_device(device):
+            return make_buffers(spec, capacity, vocab_size, allowed_vocab_size)
+
+    buffers = fresh_buffers()
+    with jax.default_device(device):
+        eos_mask = jnp.asarray(token_mask(sorted(eos_token_ids), vocab_size))
+        programs = compile_programs(
+            model,
+            buffers,
+            eos_mask,
+            capacity=capacity,
+            prefill_chunk_tokens=prefill_chunk_tokens,
+            progress=progress,
+        )
+    counter = CompileCounter()
+    executor = ModelExecutor(
+        model,
+        programs,
+        buffers,
+        eos_mask,
+        make_buffers_fn=fresh_buffers,
+        capacity=capacity,
+        counter=counter,
+    )
+    _warm_up(executor, capacity)
+    counter.start()
+    return executor
+
+
+def _warm_up(executor: ModelExecutor, capacity: CapacityVector) -> None:
+    """Runs the cheapest of each kind once, so that the first request meets no lazy initialisation.
+
+    Slot 0 and page 0 belong to nobody yet, and whoever gets them starts from zero state and zero length.
+    """
+    width = capacity.row_pages
+    one = np.zeros(1, np.int32)
+    table = np.zeros(width, np.int32)
+    executor.set_lane(0, LaneSampling(), np.zeros(1, np.int32))
+    executor.prefill(
+        PrefillInputs(
+            tokens=np.zeros(1, np.int32),
+            positions=np.zeros((3, 1), np.int32),
+            block_table=table,
+            start_tokens=0,
+            read_slot=-1,
+            write_slot=0,
+        )
+    )
+    executor.draw_from_tail(TailInputs(lanes=one, slots=one, steps=one)).tokens()
+    executor.decode(
+        DecodeInputs(
+            lanes=one,
+            tokens=one,
+            positions=np.ones((3, 1), np.int32),
+            block_tables=table[None],
+            lengths=one + 2,
+            read_slots=one,
+            write_slots=one,
+            steps=one + 1,
+        )
+    ).tokens()
