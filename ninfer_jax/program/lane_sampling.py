@@ -1,42 +1,18 @@
-"""Owns the numbers one lane samples with, as plain Python values, and their dense form over the vocabulary.
+"""Owns the dense form of a lane's sampling over the vocabulary, as the device takes it when a lane is set.
 
-It does not own the user's parameters (`ninfer_jax.sampling_params` checks and resolves those and builds
-this value) nor the device side (`ninfer_jax.model.sampling`). Program reads it to fill one row of
-`SamplingRows` and one lane of `SamplerState`.
+It does not own the numbers themselves (`ninfer_jax.sampling_params.LaneSampling`) nor the device side
+(`ninfer_jax.model.sampling`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-# `num_logprobs` of a lane that wants none; 0 means the drawn token's alone.
-NO_LOGPROBS = -1
+from ninfer_jax.sampling_params import NO_LOGPROBS, LaneSampling
 
-
-@dataclass(frozen=True)
-class LaneSampling:
-    """Everything a lane needs to draw its tokens; every default is already filled in.
-
-    The scalars go to the fields of the same name of `SamplingRows`. `SamplingRows.ban_eos` of the draw with
-    output index `step` is `step < min_tokens`. `logit_bias`, `ban_token_ids` and the prompt go to `set_lane`
-    once, when the lane is taken: see `dense_bias`, `token_mask`.
-    """
-
-    temperature: float = 0.0  # 0 means greedy
-    top_k: int = 0  # 0 means off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    presence: float = 0.0
-    frequency: float = 0.0
-    repetition: float = 1.0
-    seed: int = 0  # uint32
-    min_tokens: int = 0
-    num_logprobs: int = NO_LOGPROBS  # -1 none, 0 the drawn token's, n its own and the n best
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value), ids distinct
-    ban_token_ids: tuple[int, ...] = ()  # EOS and stop ids: not drawn while the output index < min_tokens
+__all__ = ["NO_LOGPROBS", "LaneSampling", "dense_bias", "token_mask"]
 
 
 def dense_bias(lane: LaneSampling, vocab_size: int) -> np.ndarray:
