@@ -11,6 +11,7 @@ import math
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, SupportsIndex
 
 from ninfer_jax.errors import OptionError
@@ -75,9 +76,9 @@ class LaneSampling:
 class SamplingParams:
     """How one answer is drawn and when it ends. Names and meanings are those of vLLM and OpenAI.
 
-    None in the first group means the checkpoint's recommendation (generation_config.json). Where it has none, a
-    parameter is off, and the temperature is 0 (greedy) unless the caller set top_p, top_k, min_p or seed, which
-    say that sampling is wanted: then it is 1.
+    None in the first group means the checkpoint's recommendation (generation_config.json). Where it has none,
+    a parameter is off, and the temperature is 0 (greedy) unless the caller set top_p, top_k, min_p or seed,
+    which say that sampling is wanted: then it is 1.
     """
 
     temperature: float | None = None  # 0 is greedy, and so is anything below 1e-5
@@ -142,8 +143,8 @@ class SamplingParams:
     def resolved(self, defaults: Mapping[str, Any], *, vocab_size: int | None = None) -> SamplingParams:
         """Returns the parameters with every recommendation and neutral value filled in.
 
-        max_tokens, seed and logprobs may stay None: the context and the engine decide the first two, and the
-        third means none.
+        max_tokens, seed and logprobs may stay None: the context and the engine decide the first two, and no
+        logprobs are reported for the third.
 
         Args:
             defaults: the checkpoint's recommendation by field name; unknown names are not ours and are ignored.
@@ -210,7 +211,7 @@ class SamplingParams:
             return self.temperature
         if defaults.get("temperature") is not None:
             return defaults["temperature"]
-        # A checkpoint that recommends sampling without a temperature means the usual 1 (transformers' default).
+        # A checkpoint that recommends sampling without a temperature means 1, the default of transformers.
         wants_sampling = bool(defaults.get("do_sample")) or any(
             getattr(self, name) is not None for name in ("top_p", "top_k", "min_p", "seed")
         )
@@ -224,8 +225,8 @@ def make_sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
         fields: values by field name.
 
     Raises:
-        OptionError: for a name that is no parameter (with the name to use, where another library's is known), or
-            a value out of range.
+        OptionError: for a name that is no parameter (with the name to use here, if it is another library's),
+            or a value out of range.
     """
     known = [field.name for field in dataclasses.fields(SamplingParams)]
     unknown = sorted(set(fields) - set(known))
@@ -241,7 +242,7 @@ def make_sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
 def _real(name: str, got: object, low: float, high: float, bound: str, *, open_low: bool = False) -> None:
     if got is None:
         return
-    if isinstance(got, bool) or not isinstance(got, int | float) or not math.isfinite(got):
+    if isinstance(got, bool) or not isinstance(got, Real) or not math.isfinite(got):
         raise OptionError(f"{name}: got {got!r}, expected a number {bound}")
     if not low <= got <= high or (open_low and got == low):
         raise OptionError(f"{name}: got {got}, expected {bound}")
