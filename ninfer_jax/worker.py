@@ -153,7 +153,7 @@ class Worker:
             Whether anything was done.
         """
         try:
-            did_something = self._read_mail()
+            did_something = self.read_mail()
             if self._closed or self._failure is not None:
                 return did_something
             now_ns = self._clock()
@@ -186,7 +186,8 @@ class Worker:
 
     # -- mail ------------------------------------------------------------------------------------------------
 
-    def _read_mail(self) -> bool:
+    def read_mail(self) -> bool:
+        """Handles every message that has arrived; whether there was one."""
         if self._inbox.empty() and not self._mail:
             return False
         while not self._inbox.empty():

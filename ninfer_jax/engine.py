@@ -1,0 +1,388 @@
+"""The engine: one resident model, one worker, and the public calls around them.
+
+The composition root (design 1): it joins frontend, program and worker, and owns the thread, the clock and
+the way in and out. It orders no request, holds no page and matches no stop string.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ninfer_jax.assembly import EngineParts, assemble, plan_memory
+from ninfer_jax.errors import EngineClosedError, OptionError, RequestError, RequestErrorKind
+from ninfer_jax.handle import RequestHandle, Response
+from ninfer_jax.inbox import Ask, Close, Inbox, Submit
+from ninfer_jax.job import NS_PER_S, Job
+from ninfer_jax.options import EngineOptions, ResolvedOptions
+from ninfer_jax.outstanding import OutstandingGate, OutstandingSlot
+from ninfer_jax.prepare import PromptOptions, prepare_request
+from ninfer_jax.progress import progress_bar
+from ninfer_jax.prompts import Messages, Prompt, is_messages, one_or_many
+from ninfer_jax.request import Request, RequestId
+from ninfer_jax.results import Event, GenerationResult
+from ninfer_jax.sampling_params import SamplingParams
+from ninfer_jax.worker import Worker
+
+__all__ = ["Engine", "plan_memory"]
+
+logger = logging.getLogger("ninfer_jax")
+
+MAX_INT64 = 2**63 - 1
+
+
+class Engine:
+    """Serves one model to any number of threads; at most C requests run at once (P-1).
+
+    Use ``from_pretrained``, and ``with`` or ``close`` to give the device memory back.
+
+    Args:
+        parts: what ``assemble`` put together; the engine takes the program over.
+        threaded: False starts no worker thread; then ``step``, ``result`` and ``generate`` drive the engine
+            in the caller's thread, and only one thread may use it.
+        clock: monotonic nanoseconds.
+    """
+
+    def __init__(
+        self,
+        parts: EngineParts,
+        *,
+        threaded: bool = True,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._parts = parts
+        self._clock = clock
+        self._inbox: Inbox = queue.SimpleQueue()
+        self._gate = OutstandingGate(parts.options.max_outstanding_requests)
+        self._numbers = itertools.count(1)
+        self._door = threading.Lock()  # orders submissions before the Close message
+        self._is_closing = False
+        self._worker = Worker(
+            parts.program,
+            num_lanes=parts.options.max_concurrency,
+            max_outstanding=parts.options.max_outstanding_requests,
+            inbox=self._inbox,
+            clock=clock,
+        )
+        self._thread: threading.Thread | None = None
+        if threaded:
+            self._thread = threading.Thread(target=self._worker.run, name="ninfer-jax worker", daemon=True)
+            self._thread.start()
+        self._finalizer = weakref.finalize(self, _shut_down, self._inbox, self._worker, self._thread)
+        logger.info("engine ready\n%s", self.describe())
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        options: EngineOptions | None = None,
+        threaded: bool = True,
+        clock: Callable[[], int] = time.monotonic_ns,
+        **changes: Any,
+    ) -> Engine:
+        """Returns a running engine for a checkpoint.
+
+        Args:
+            path: a Hugging Face directory, or ``"demo"`` for the embedded model.
+            options: base options; default ``EngineOptions()``.
+            threaded: see the class.
+            clock: monotonic nanoseconds.
+            changes: fields of ``EngineOptions`` or ``ContextCacheOptions`` by name.
+        Raises:
+            OptionError: if an option is out of range, contradicts another, or cannot fit the device.
+            ValueError: if the checkpoint is of an unsupported architecture or incomplete.
+        """
+        return cls(assemble(path, options, changes), threaded=threaded, clock=clock)
+
+    # -- asking ----------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Prompt,
+        *,
+        sampling: SamplingParams | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        enable_thinking: bool | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        anchor_prompt_end: bool = False,
+        timeout_s: float | None = None,
+        **hints: Any,
+    ) -> RequestHandle:
+        """Returns the handle of a new request; the answer grows in the background.
+
+        Args:
+            prompt: text, token ids, or messages.
+            sampling: None takes the checkpoint's own defaults.
+            tools, enable_thinking, template_kwargs: variables of the chat template, for messages.
+            anchor_prompt_end: propose an anchor before the last token of a prompt of token ids (N-7).
+            timeout_s: seconds for the whole request. Waiting when they pass, it fails with QUEUE_TIMEOUT;
+                running, it ends with what it has and finish reason ``timeout``.
+            hints: ``session``, ``retention``, ``cache``, ``markers``,
+                ``allow_engine_automatic_shared_prefixes``, ``allow_engine_prefix_grid``,
+                ``automatic_private_anchors``, ``update_session_index``.
+        Raises:
+            PromptError, OptionError: if the prompt or a parameter is wrong; nothing was queued.
+            RequestError: OVERLOADED if too many requests are unfinished or unread, CONTEXT_LENGTH_EXCEEDED
+                if the prompt is too long.
+            EngineClosedError: if the engine is closed or has failed.
+        """
+        slot = self._take_slot()
+        if slot is None:
+            raise RequestError(
+                RequestErrorKind.OVERLOADED,
+                f"{self._gate.held} requests are unfinished or unread, the limit is {self._gate.limit} "
+                "(max_concurrency + max_pending_requests); read or drop answers, or try again later",
+            )
+        how = PromptOptions(tools, enable_thinking, template_kwargs, anchor_prompt_end)
+        return self._submit(slot, prompt, sampling, how, timeout_s, hints, wants_events=True)
+
+    def chat(
+        self, messages: Messages, *, sampling: SamplingParams | None = None, **arguments: Any
+    ) -> GenerationResult:
+        """Returns the answer to a conversation; ``arguments`` as for ``submit``.
+
+        Raises:
+            RequestError, PromptError, OptionError, EngineClosedError: as ``submit`` and
+            ``RequestHandle.result``.
+        """
+        if not is_messages(messages):
+            raise OptionError(f"chat: got {type(messages).__name__}, expected messages with role and content")
+        return self.submit(messages, sampling=sampling, **arguments).result()
+
+    def stream(
+        self, prompt: Prompt, *, sampling: SamplingParams | None = None, **arguments: Any
+    ) -> Iterator[Event]:
+        """Returns the events of a new request: one start, deltas, one end. Dropping the iterator cancels it.
+
+        The request is submitted by this call, not by the first event; ``arguments`` as for ``submit``.
+        """
+        return _events_of(self.submit(prompt, sampling=sampling, **arguments))
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        show_progress: bool | None = None,
+        **hints: Any,
+    ) -> Any:
+        """Returns one result for one prompt, a list in the order of the prompts for several.
+
+        Any number of prompts is taken: they are fed to the queue as places come free.
+
+        Args:
+            prompts: text or token ids (or messages), one or many.
+            sampling: one for all, or one for each prompt.
+            show_progress: None shows a bar where stderr is a terminal.
+            hints: as for ``submit``.
+        Raises:
+            PromptError, OptionError, RequestError: of the first prompt that is refused or fails; the others
+            are
+                cancelled.
+            EngineClosedError: if the engine is closed or has failed.
+        """
+        items, is_single = one_or_many(prompts)
+        params = _one_for_each(sampling, len(items))
+        results: list[GenerationResult | None] = [None] * len(items)
+        ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+        handles: dict[int, RequestHandle] = {}
+        try:
+            with progress_bar(len(items), show_progress) as advance:
+
+                def collect() -> None:
+                    while self._thread is None and ended.empty():
+                        self._worker.step()
+                    index = ended.get()
+                    results[index] = result = handles.pop(index).result()
+                    advance(result.usage.completion_tokens)
+
+                for index, item in enumerate(items):
+                    while (slot := self._take_slot()) is None:
+                        if handles:
+                            collect()
+                        else:
+                            self._gate.wait_for_room(1.0)  # others hold every place
+                    handles[index] = self._submit(
+                        slot,
+                        item,
+                        params[index],
+                        PromptOptions(),
+                        None,
+                        hints,
+                        wants_events=False,
+                        on_end=lambda number=index: ended.put(number),
+                    )
+                while handles:
+                    collect()
+        finally:
+            for handle in handles.values():
+                handle.close()
+        return results[0] if is_single else results
+
+    # -- looking ---------------------------------------------------------------------------------------------
+
+    @property
+    def options(self) -> ResolvedOptions:
+        """The options with every default filled in."""
+        return self._parts.options
+
+    def describe(self) -> str:
+        """Returns the model, the resolved options and the memory table as text."""
+        return self._parts.describe()
+
+    def stats(self) -> dict[str, Any]:
+        """Returns totals, gauges and occupancy per axis as plain data, as of one stable boundary."""
+        report = self._ask(self._worker.stats)
+        return {**report, "outstanding": self._gate.held, "outstanding_limit": self._gate.limit}
+
+    # -- driving and ending ----------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Does one boundary and says whether it did anything; only for engines without a worker thread."""
+        if self._thread is not None:
+            raise OptionError("step() is for engines made with threaded=False; this one has a worker thread")
+        return self._worker.step()
+
+    def close(self) -> None:
+        """Ends every request with UNAVAILABLE and frees the device memory; a second call does nothing."""
+        with self._door:
+            self._is_closing = True
+        self._finalizer()
+        self._gate.wake()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _take_slot(self) -> OutstandingSlot | None:
+        self._require_open()
+        slot = self._gate.try_acquire()
+        if slot is None and self._thread is None:
+            self._worker.read_mail()  # dropped handles may have sent their places back
+            slot = self._gate.try_acquire()
+        return slot
+
+    def _submit(
+        self,
+        slot: OutstandingSlot,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        how: PromptOptions,
+        timeout_s: float | None,
+        hints: Mapping[str, Any],
+        *,
+        wants_events: bool,
+        on_end: Callable[[], None] | None = None,
+    ) -> RequestHandle:
+        try:
+            now_ns = self._clock()
+            number = RequestId(next(self._numbers))
+            made = prepare_request(
+                self._parts.frontend,
+                self._parts.options,
+                prompt,
+                sampling=sampling,
+                prompt_options=how,
+                hints=hints,
+                default_seed=(self._parts.options.seed + number) % 2**32,
+            )
+            request = Request(
+                request_id=number,
+                publication_order=number,
+                identity=made.prepared.identity,
+                hints=made.hints,
+                max_output_tokens=made.work.max_output_tokens,
+                submitted_ns=now_ns,
+                pending_deadline_ns=now_ns + round(self._parts.options.pending_timeout_s * NS_PER_S),
+                deadline_ns=_deadline(now_ns, timeout_s),
+            )
+            response = Response(number, slot, wants_events=wants_events, on_end=on_end)
+            job = Job(
+                request=request,
+                work=made.work,
+                output=made.output,
+                response=response,
+                wants_logprobs=made.wants_logprobs,
+            )
+            handle = RequestHandle(
+                response,
+                self._inbox,
+                pump=None if self._thread is not None else self._worker.step,
+                keep_alive=self,
+            )
+            with self._door:
+                self._require_open()
+                self._inbox.put(Submit(job))
+        except BaseException:
+            slot.response_done()
+            slot.consumer_released()
+            raise
+        return handle
+
+    def _require_open(self) -> None:
+        if self._is_closing:
+            raise EngineClosedError("the engine is closed")
+        failure = self._worker.failure
+        if failure is not None:
+            raise EngineClosedError(f"the engine failed and takes no requests: {failure!r}") from failure
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        """Returns the worker's answer at its next stable boundary."""
+        answers: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+        with self._door:
+            is_running = self._thread is not None and not self._is_closing
+            if is_running:
+                self._inbox.put(Ask(question, answers))
+        if not is_running:
+            return question()
+        is_answer, value = answers.get()
+        if not is_answer:
+            raise value
+        return value
+
+
+def _shut_down(inbox: Inbox, worker: Worker, thread: threading.Thread | None) -> None:
+    """Closes the worker and waits for it; also the engine's finaliser, so it must not hold the engine."""
+    inbox.put(Close())
+    if thread is None:
+        while not worker.is_closed:
+            worker.step()
+    elif thread is not threading.current_thread():
+        thread.join()
+
+
+def _events_of(handle: RequestHandle) -> Iterator[Event]:
+    try:
+        yield from handle
+    finally:
+        handle.close()
+
+
+def _one_for_each(
+    sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> Sequence[SamplingParams | None]:
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [sampling] * count
+    if len(sampling) != count:
+        raise OptionError(f"sampling: got {len(sampling)} for {count} prompts, expected one for each, or one")
+    return list(sampling)
+
+
+def _deadline(now_ns: int, timeout_s: float | None) -> int | None:
+    if timeout_s is None:
+        return None
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s <= 1e9:
+        raise OptionError(f"timeout_s: got {timeout_s!r}, expected seconds above 0 and at most 1e9")
+    return now_ns + round(timeout_s * NS_PER_S)

@@ -1,0 +1,143 @@
+"""Turns what a caller passed into a job: prompt identity, effective limits, sampling numbers, an open answer.
+
+Owns the limits that need both sides at once (prompt length against context, max_tokens against what is left
+of it). Runs in the caller's thread and changes nothing: frontends and options are immutable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from ninfer_jax.errors import OptionError, PromptError, RequestError, RequestErrorKind
+from ninfer_jax.program.admission import RequestWork
+from ninfer_jax.prompts import Messages, Prompt, is_messages, is_token_ids
+from ninfer_jax.request import RequestHints, make_request_hints
+from ninfer_jax.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from ninfer_jax.frontend.frontend import Frontend
+    from ninfer_jax.frontend.output import OutputSession
+    from ninfer_jax.identity import PreparedPrompt
+    from ninfer_jax.options import ResolvedOptions
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """How a prompt is rendered; every field but the last belongs to messages."""
+
+    tools: Sequence[Mapping[str, Any]] | None = None
+    enable_thinking: bool | None = None
+    template_kwargs: Mapping[str, Any] | None = None
+    anchor_prompt_end: bool = False  # raw token prompts only (N-7)
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedRequest:
+    """Everything a request needs but its number, its deadlines and its place."""
+
+    prepared: PreparedPrompt
+    hints: RequestHints
+    work: RequestWork
+    output: OutputSession
+    wants_logprobs: bool
+
+
+def prepare_request(
+    frontend: Frontend,
+    options: ResolvedOptions,
+    prompt: Prompt,
+    *,
+    sampling: SamplingParams | None,
+    prompt_options: PromptOptions,
+    hints: Mapping[str, Any],
+    default_seed: int,
+) -> PreparedRequest:
+    """Returns the prepared request.
+
+    Args:
+        frontend: of the engine's checkpoint.
+        options: of the engine.
+        prompt: text, token ids, or messages.
+        sampling: None takes every default of the checkpoint.
+        prompt_options: how to render it.
+        hints: keyword arguments of ``make_request_hints``.
+        default_seed: uint32, used where ``sampling`` names no seed.
+    Raises:
+        PromptError: if the prompt cannot be represented.
+        OptionError: if a parameter or hint is out of range.
+        RequestError: CONTEXT_LENGTH_EXCEEDED if not even one answer token would fit behind the prompt.
+    """
+    checked_hints = make_request_hints(
+        cache_enabled=options.cache.enabled,
+        max_long_anchors=options.cache.max_long_anchors_per_continuation,
+        **hints,
+    )
+    if sampling is not None and not isinstance(sampling, SamplingParams):
+        raise OptionError(f"sampling: got {type(sampling).__name__}, expected SamplingParams or None")
+    params = (sampling or SamplingParams()).resolved(
+        frontend.generation_defaults, vocab_size=frontend.vocab_size
+    )
+    prepared = prepare_prompt(frontend, prompt, prompt_options)
+    num_prompt = prepared.identity.num_tokens
+    room = options.max_context - num_prompt
+    if room < 1:
+        raise RequestError(
+            RequestErrorKind.CONTEXT_LENGTH_EXCEEDED,
+            f"the prompt has {num_prompt} tokens; with at least one answer token it must fit max_context = "
+            f"{options.max_context}: shorten it, or raise max_context",
+        )
+    max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+    output = frontend.open_output(
+        prepared,
+        max_tokens=max_tokens,
+        stop=params.stop,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        min_tokens=min(params.min_tokens, max_tokens),
+        include_stop=params.include_stop_str_in_output,
+        skip_special_tokens=params.skip_special_tokens,
+    )
+    return PreparedRequest(
+        prepared=prepared,
+        hints=checked_hints,
+        work=RequestWork(
+            identity=prepared.identity,
+            max_output_tokens=max_tokens,
+            sampling=params.lane(eos_token_ids=frontend.eos_token_ids, default_seed=default_seed),
+        ),
+        output=output,
+        wants_logprobs=params.logprobs is not None,
+    )
+
+
+def prepare_prompt(frontend: Frontend, prompt: Prompt, how: PromptOptions) -> PreparedPrompt:
+    """Returns the identity and boundaries of one prompt of any kind.
+
+    Raises:
+        PromptError: if it is of no known kind, or an option belongs to another kind.
+    """
+    if is_messages(prompt):
+        if how.anchor_prompt_end:
+            raise PromptError("anchor_prompt_end belongs to prompts of token ids, got messages")
+        return frontend.prepare_messages(
+            cast(Messages, prompt),
+            tools=how.tools,
+            enable_thinking=how.enable_thinking,
+            template_kwargs=how.template_kwargs,
+        )
+    for name in ("tools", "enable_thinking", "template_kwargs"):
+        if getattr(how, name) is not None:
+            raise OptionError(f"{name} belongs to messages, got a prompt of {type(prompt).__name__}")
+    if isinstance(prompt, str):
+        if how.anchor_prompt_end:
+            raise PromptError("anchor_prompt_end belongs to prompts of token ids, got text")
+        return frontend.prepare_text(prompt)
+    if is_token_ids(prompt):
+        return frontend.prepare_tokens(cast("Sequence[int]", prompt), anchor_prompt_end=how.anchor_prompt_end)
+    size = f" of length {len(prompt)}" if isinstance(prompt, Sequence) else ""
+    raise PromptError(
+        f"prompt: got {type(prompt).__name__}{size}, expected text, token ids, or messages with role and "
+        "content"
+    )
