@@ -22,7 +22,7 @@ LEADING_ROLES = ("system", "developer")
 class RenderFn(Protocol):
     """The checkpoint's template with every option of one request already bound."""
 
-    def __call__(self, messages: Sequence[Message], *, with_tools: bool, open_answer: bool) -> str:
+    def __call__(self, messages: Sequence[Message], /, *, with_tools: bool, open_answer: bool) -> str:
         """Returns the text of some messages."""
         ...
 

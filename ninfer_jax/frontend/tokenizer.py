@@ -71,12 +71,14 @@ class TextTokenizer:
             PromptError: if the text holds half of a surrogate pair, which no UTF-8 text can.
         """
         try:
-            return self._tokenizer.encode(text, add_special_tokens=False)
+            text.encode("utf-8")  # the Rust side would only say that this is no string
         except UnicodeEncodeError as error:
             raise PromptError(
                 f"the text holds a lone surrogate (U+{ord(text[error.start]):04X}) "
-                f"at character {error.start}, which is not valid Unicode; decode the input with errors='replace'"
+                f"at character {error.start}, "
+                "which is not valid Unicode; decode the input with errors='replace'"
             ) from error
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def piece(self, token: int) -> bytes:
         """Returns the UTF-8 bytes of one token, perhaps part of a character; empty for ids without one."""
