@@ -143,11 +143,11 @@ class SamplingParams:
     def resolved(self, defaults: Mapping[str, Any], *, vocab_size: int | None = None) -> SamplingParams:
         """Returns the parameters with every recommendation and neutral value filled in.
 
-        max_tokens, seed and logprobs may stay None: the context and the engine decide the first two, and no
-        logprobs are reported for the third.
+        max_tokens, seed and logprobs may stay None: the context and the engine decide the first two, and
+        the third means that none are reported.
 
         Args:
-            defaults: the checkpoint's recommendation by field name; unknown names are not ours and are ignored.
+            defaults: the checkpoint's recommendation by field name; names that are no fields are ignored.
             vocab_size: see `validate`.
 
         Raises:
@@ -244,7 +244,8 @@ def _real(name: str, got: object, low: float, high: float, bound: str, *, open_l
         return
     if isinstance(got, bool) or not isinstance(got, Real) or not math.isfinite(got):
         raise OptionError(f"{name}: got {got!r}, expected a number {bound}")
-    if not low <= got <= high or (open_low and got == low):
+    value = float(got)
+    if not low <= value <= high or (open_low and value == low):
         raise OptionError(f"{name}: got {got}, expected {bound}")
 
 
