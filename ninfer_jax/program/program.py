@@ -16,7 +16,7 @@ import numpy as np
 
 from ninfer_jax.errors import ContractError, InvariantError, StaleHandleError
 from ninfer_jax.program.admission import RequestWork
-from ninfer_jax.program.capacity import CapacityVector, pages_for
+from ninfer_jax.program.capacity import PAGE_TOKENS, CapacityVector, pages_for
 from ninfer_jax.program.executor import (
     ZERO_STATE,
     DecodeInputs,
@@ -248,29 +248,34 @@ class Program:
             self._require(sequence, SequencePhase.DECODE_READY)
             if sequence.num_output_tokens >= sequence.work.max_output_tokens:
                 raise ContractError(f"lane {sequence.handle.lane} has drawn its whole output; terminate it")
-        num_rows = len(sequences)
-        lanes, tokens, lengths, read_slots, write_slots, steps, positions, rows = np.empty(
-            (8, num_rows), np.int32
-        )
-        for index, sequence in enumerate(sequences):
+        columns = []
+        for sequence in sequences:
             frontier = sequence.frontier_tokens
             self._map_up_to(sequence, frontier + 1)
-            lanes[index] = sequence.handle.lane
-            tokens[index] = sequence.ledger_tokens[frontier]
-            lengths[index] = frontier + 1
             read_slot = sequence.state.read_slot
-            read_slots[index] = ZERO_STATE if read_slot is None else read_slot
-            write_slots[index] = sequence.state.write_slot
-            steps[index] = sequence.num_output_tokens
-            positions[index] = frontier + sequence.work.identity.rope_delta
-            rows[index] = sequence.row
+            columns.append(
+                (
+                    sequence.handle.lane,
+                    sequence.last_token,
+                    frontier + sequence.work.identity.rope_delta,
+                    frontier + 1,
+                    ZERO_STATE if read_slot is None else read_slot,
+                    sequence.state.write_slot,
+                    sequence.num_output_tokens,
+                    sequence.row,
+                )
+            )
+        # One conversion for all columns: element by element this loop was most of a round's host time.
+        lanes, tokens, positions, lengths, read_slots, write_slots, steps, rows = np.array(
+            columns, np.int32
+        ).T
         result = self._executor.decode(
             DecodeInputs(
                 lanes=lanes,
                 tokens=tokens,
                 positions=np.broadcast_to(
-                    positions, (3, num_rows)
-                ),  # generated text advances the three axes alike
+                    positions, (3, len(columns))
+                ),  # generated text moves all axes alike
                 block_tables=self._rows.tables[rows],
                 lengths=lengths,
                 read_slots=read_slots,
@@ -281,10 +286,13 @@ class Program:
         return self._open_batch(sequences, fed_tokens=1, result=result)
 
     def _map_up_to(self, sequence: Sequence, num_tokens: int) -> None:
+        if num_tokens <= sequence.mapped_tokens:
+            return
         for store, space in zip(self._pools, sequence.spaces, strict=True):
             start_page = len(space.mapped)
             added = store.grow(space, pages_for(num_tokens))
             self._rows.append(sequence.row, start_page, added)
+        sequence.mapped_tokens = pages_for(num_tokens) * PAGE_TOKENS
 
     def _open_batch(self, sequences: Seq[Sequence], *, fed_tokens: int, result: StepResult) -> PendingBatch:
         serial = self._next_serial
@@ -322,7 +330,7 @@ class Program:
         for handle, count, produced in zip(pending.handles, counts, pending.produced, strict=True):
             if not 0 <= count <= produced:
                 raise ContractError(f"lane {handle.lane} accepts {count} of {produced} produced tokens")
-        tokens = pending.tokens()  # may raise a device fault: still before the first change
+        tokens = pending.tokens().tolist()  # may raise a device fault: still before the first change
         del self._open_batches[pending.serial]
         for index, (handle, count) in enumerate(zip(pending.handles, counts, strict=True)):
             sequence = self._active[handle.lane]
@@ -330,7 +338,8 @@ class Program:
             if count == 0:
                 sequence.phase = SequencePhase.ENDING
                 continue
-            sequence.ledger_tokens[sequence.num_ledger_tokens] = tokens[index]
+            sequence.last_token = tokens[index]
+            sequence.ledger_tokens[sequence.num_ledger_tokens] = sequence.last_token
             sequence.num_ledger_tokens += count
             sequence.num_output_tokens += count
             sequence.frontier_tokens += pending.fed_tokens
@@ -407,7 +416,7 @@ class Program:
     def _get(self, handle: SequenceHandle) -> Sequence:
         self._require_open()
         sequence = self._active.get(handle.lane)
-        if sequence is None or sequence.handle != handle:
+        if sequence is None or (sequence.handle is not handle and sequence.handle != handle):
             raise StaleHandleError(
                 f"lane {handle.lane} generation {handle.generation} is not active; "
                 f"the lane is {'free' if sequence is None else f'at generation {sequence.handle.generation}'}"
