@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ninfer_jax.errors import InvariantError
-from ninfer_jax.program.capacity import PAGE_TOKENS, CapacityVector
+from ninfer_jax.program.capacity import PAGE_TOKENS, CapacityVector, PoolCapacity, PoolKind, pages_for
 from ninfer_jax.program.executor import ZERO_STATE, DecodeInputs, Logprobs, PrefillInputs, TailInputs
 from ninfer_jax.program.lane_sampling import LaneSampling
-from ninfer_jax.program.memory_table import SAMPLER, STATE_SLOTS, WEIGHTS, pool_axis
+from ninfer_jax.program.memory_table import SAMPLER, STATE_SLOTS, WEIGHTS, MemoryTable, pool_axis
+from ninfer_jax.program.program import Program
 
 _MASK = (1 << 64) - 1
 _NUM_ALTERNATIVES = 20
@@ -221,3 +222,42 @@ class FakeExecutor:
                 raise InvariantError(
                     f"the pages {used.tolist()} do not hold the history of state slot {slot}"
                 )
+
+
+def open_fake_program(
+    *,
+    num_lanes: int = 2,
+    max_context_tokens: int = 512,
+    num_pages: int | None = None,
+    extra_state_slots: int = 0,
+    prefill_chunk_tokens: int = 128,
+    vocab_size: int = 64,
+    verify: bool = False,
+    before_step: Callable[[str], None] | None = None,
+) -> Program:
+    """Returns a Program over a `FakeExecutor`.
+
+    Args:
+        num_lanes: C.
+        max_context_tokens: of prompt and output together.
+        num_pages: M; what C longest sequences need when None.
+        extra_state_slots: H.
+        prefill_chunk_tokens: the longest chunk.
+        vocab_size: see `FakeExecutor`, like the two below.
+        verify: re-read the whole history in every step.
+        before_step: called before every device operation; may raise.
+    """
+    if num_pages is None:
+        num_pages = num_lanes * pages_for(max_context_tokens)
+    capacity = CapacityVector(
+        num_lanes=num_lanes,
+        max_context_tokens=max_context_tokens,
+        num_state_slots=num_lanes + extra_state_slots,
+        state_image_bytes=0,
+        pools=(PoolCapacity(PoolKind.MAIN, num_pages, page_bytes=0),),
+        num_host_state_slots=0,
+        host_kv_bytes=0,
+    )
+    executor = FakeExecutor(capacity, vocab_size=vocab_size, verify=verify, before_step=before_step)
+    memory = MemoryTable((), free_bytes=0, headroom_bytes=0)
+    return Program(capacity, executor, prefill_chunk_tokens=prefill_chunk_tokens, memory=memory)

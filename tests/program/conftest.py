@@ -1,8 +1,8 @@
-"""Builders that every Program test uses: a capacity, a prompt, a program over the model-free executor."""
+"""Builders that every Program test uses: a prompt, a request, a program over the model-free executor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,10 +10,8 @@ import pytest
 
 from ninfer_jax.identity import PromptIdentity
 from ninfer_jax.program.admission import RequestWork
-from ninfer_jax.program.capacity import CapacityVector, PoolCapacity, PoolKind
-from ninfer_jax.program.fake import FakeExecutor
+from ninfer_jax.program.fake import open_fake_program
 from ninfer_jax.program.lane_sampling import LaneSampling
-from ninfer_jax.program.memory_table import MemoryTable
 from ninfer_jax.program.program import Program
 
 
@@ -21,18 +19,10 @@ from ninfer_jax.program.program import Program
 class Builders:
     """Short ways to make what a test is not about."""
 
-    def capacity(
-        self, *, lanes: int = 2, pages: int = 16, max_context: int = 512, extra_slots: int = 0
-    ) -> CapacityVector:
-        return CapacityVector(
-            num_lanes=lanes,
-            max_context_tokens=max_context,
-            num_state_slots=lanes + extra_slots,
-            state_image_bytes=100,
-            pools=(PoolCapacity(PoolKind.MAIN, pages, page_bytes=1000),),
-            num_host_state_slots=0,
-            host_kv_bytes=0,
-        )
+    def program(self, **settings) -> Program:
+        settings.setdefault("num_pages", 16)
+        settings.setdefault("vocab_size", 50)
+        return open_fake_program(verify=True, **settings)
 
     def identity(
         self, tokens: Sequence[int], *, frontiers: tuple[int, ...] = (), rope_delta: int = 0
@@ -63,18 +53,6 @@ class Builders:
             output,
             LaneSampling() if sampling is None else sampling,
         )
-
-    def program(
-        self,
-        capacity: CapacityVector | None = None,
-        *,
-        chunk: int = 128,
-        vocab: int = 50,
-        before_step: Callable[[str], None] | None = None,
-    ) -> Program:
-        capacity = self.capacity() if capacity is None else capacity
-        executor = FakeExecutor(capacity, vocab_size=vocab, verify=True, before_step=before_step)
-        return Program(capacity, executor, prefill_chunk_tokens=chunk, memory=MemoryTable((), 0, 0))
 
     def run_alone(self, program: Program, work: RequestWork) -> list[int]:
         """The whole output of one request, run by itself and released."""

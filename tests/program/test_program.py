@@ -42,7 +42,7 @@ def test_activation_reserves_prompt_and_output_at_once(build):
 
 
 def test_every_reserved_token_can_be_used_and_not_one_more(build):
-    program = build.program(build.capacity(pages=3, max_context=150))
+    program = build.program(num_pages=3, max_context_tokens=150)
     handle = program.activate(build.work(100, 50))
     program.commit(prefill_whole(program, handle), [1])
     for _ in range(49):
@@ -57,7 +57,7 @@ def test_every_reserved_token_can_be_used_and_not_one_more(build):
 
 
 def test_unmapped_pages_stay_with_their_reservation(build):
-    program = build.program(build.capacity(pages=7, max_context=320))
+    program = build.program(num_pages=7, max_context_tokens=320)
     handle = program.activate(build.work(300, 20))  # 5 pages
     prefill_whole(program, handle)
     store, space = program._pools[0], program._active[handle.lane].spaces[0]
@@ -75,7 +75,7 @@ def test_unmapped_pages_stay_with_their_reservation(build):
 
 
 def test_nobody_takes_a_page_that_is_reserved_but_unmapped(build):
-    program = build.program(build.capacity(pages=11, max_context=640))
+    program = build.program(num_pages=11, max_context_tokens=640)
     program.activate(build.work(10, 600))  # 10 pages, none mapped yet
     assert program.occupancy()["main_pages_reserved"] == 10
     assert program.assess(build.work(10, 54)) is AdmissionStatus.READY
@@ -104,7 +104,7 @@ def test_terminal_pending_keeps_lane_handle_and_reservation_until_discard(build)
 
 
 def test_readiness_distinguishes_never_from_not_now(build):
-    program = build.program(build.capacity(pages=10, max_context=704))
+    program = build.program(num_pages=10, max_context_tokens=704)
     assert program.assess(build.work(690, 10)) is AdmissionStatus.PERMANENTLY_INFEASIBLE  # 11 pages of 10
     first = program.activate(build.work(300, 84))  # 6 pages
     work = build.work(300, 84)
@@ -116,13 +116,13 @@ def test_readiness_distinguishes_never_from_not_now(build):
 
 
 def test_longer_than_max_context_is_never_feasible(build):
-    program = build.program(build.capacity(pages=16, max_context=100))
+    program = build.program(num_pages=16, max_context_tokens=100)
     assert program.assess(build.work(60, 40)) is AdmissionStatus.READY
     assert program.assess(build.work(60, 41)) is AdmissionStatus.PERMANENTLY_INFEASIBLE
 
 
 def test_a_full_house_of_lanes_blocks(build):
-    program = build.program(build.capacity(lanes=2))
+    program = build.program(num_lanes=2)
     for _ in range(2):
         program.activate(build.work(5, 5))
     assert program.assess(build.work(5, 5)) is AdmissionStatus.TEMPORARILY_BLOCKED
@@ -176,7 +176,7 @@ def test_the_first_drawn_token_is_not_in_kv_until_decode_writes_it(build):
 
 
 def test_a_row_draws_what_its_solo_run_draws_whatever_the_batch(build):
-    program = build.program(build.capacity(lanes=3, pages=24))
+    program = build.program(num_lanes=3, num_pages=24)
     jobs = [(40, 1), (130, 2), (200, 3)]
     works = [build.work(size, 30, sampling=LaneSampling(seed=seed), rope_delta=seed) for size, seed in jobs]
     handles = [program.activate(work) for work in works]
@@ -346,7 +346,7 @@ def test_a_handle_of_nothing_is_stale(build):
 
 
 def test_lane_row_and_state_slot_are_different_identities(build):
-    program = build.program(build.capacity(lanes=3, extra_slots=2))
+    program = build.program(num_lanes=3, extra_state_slots=2)
     held = program._state_slots.take()  # as an inactive checkpoint will
     handles = [program.activate(build.work(10, 5)) for _ in range(3)]
     assert held == 0
@@ -359,7 +359,7 @@ def test_lane_row_and_state_slot_are_different_identities(build):
 
 
 def test_the_lowest_free_ids_are_taken(build):
-    program = build.program(build.capacity(lanes=3))
+    program = build.program(num_lanes=3)
     handles = [program.activate(build.work(100, 28)) for _ in range(3)]
     for handle in handles:
         program.commit(prefill_whole(program, handle), [1])

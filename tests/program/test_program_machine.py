@@ -17,11 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ninfer_jax.errors import ContractError, StaleHandleError
 from ninfer_jax.identity import PromptIdentity
 from ninfer_jax.program.admission import RequestWork
-from ninfer_jax.program.capacity import CapacityVector, PoolCapacity, PoolKind
-from ninfer_jax.program.fake import FakeExecutor, expected_tokens
+from ninfer_jax.program.fake import expected_tokens, open_fake_program
 from ninfer_jax.program.lane_sampling import LaneSampling
-from ninfer_jax.program.memory_table import MemoryTable
-from ninfer_jax.program.program import Program
 from ninfer_jax.request import AdmissionStatus
 
 LANES, PAGES, MAX_CONTEXT, CHUNK, VOCAB = 3, 9, 320, 128, 40
@@ -54,11 +51,15 @@ class Known:
 class ProgramMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        capacity = CapacityVector(
-            LANES, MAX_CONTEXT, LANES + 1, 100, (PoolCapacity(PoolKind.MAIN, PAGES, 1000),), 0, 0
+        self.program = open_fake_program(
+            num_lanes=LANES,
+            max_context_tokens=MAX_CONTEXT,
+            num_pages=PAGES,
+            extra_state_slots=1,
+            prefill_chunk_tokens=CHUNK,
+            vocab_size=VOCAB,
+            verify=True,
         )
-        executor = FakeExecutor(capacity, vocab_size=VOCAB, verify=True)
-        self.program = Program(capacity, executor, prefill_chunk_tokens=CHUNK, memory=MemoryTable((), 0, 0))
         self.known: list[Known] = []
         self.stale: list[object] = []
         self.consumed: list[object] = []
