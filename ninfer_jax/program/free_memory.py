@@ -38,6 +38,6 @@ def _container_free_bytes(cgroup: Path) -> int:
             )
             if name in {"inactive_file", "active_file"}  # page cache gives way before anything is refused
         )
+        return unlimited if limit == "max" else max(0, int(limit) - current + reclaimable)
     except (OSError, ValueError):
         return unlimited
-    return unlimited if limit == "max" else max(0, int(limit) - current + reclaimable)
