@@ -20,51 +20,12 @@ from ninfer_jax.frontend.frontend import Frontend
 from ninfer_jax.model.config import Qwen35Config, load_config
 from ninfer_jax.model.loader import load_model
 from ninfer_jax.options import PAGE_TOKENS, EngineOptions, ResolvedOptions, make_engine_options, resolve
+from ninfer_jax.parts import EngineParts, ModelFacts
 from ninfer_jax.program.compilation import use_compilation_cache
-from ninfer_jax.program.memory_table import MemoryTable, format_bytes
 from ninfer_jax.program.opening import open_program, size_program
-from ninfer_jax.program.program import Program
 from ninfer_jax.program.sizing import SizingOptions, SizingPlan
 
 DEMO = "demo"
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What a report says about the resident model."""
-
-    source: str
-    signature: str  # a digest of the geometry, not of the weights
-    num_layers: int
-    num_full_attention_layers: int
-    is_moe: bool
-    vocab_size: int
-    dtype: str
-    device: str
-
-
-@dataclass(frozen=True, eq=False)
-class EngineParts:
-    """The parts of one engine, ready to run. Built by ``assemble``, or around an executor of a test."""
-
-    options: ResolvedOptions
-    frontend: Frontend
-    program: Program
-    model: ModelFacts
-
-    def describe(self) -> str:
-        """Returns the model, the resolved options and the memory table as text."""
-        model, options = self.model, self.options
-        kind = "mixture of experts" if model.is_moe else "dense"
-        lines = [
-            f"model      {model.source}: {model.num_layers} layers ({model.num_full_attention_layers} full "
-            f"attention), {kind}, vocabulary {model.vocab_size}, signature {model.signature}",
-            f"device     {model.device}, {model.dtype}",
-            *_option_lines(options),
-            "",
-            self.program.memory_table().render(),
-        ]
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,26 +113,6 @@ def assemble(path: str | Path, options: EngineOptions | None, changes: Mapping[s
     return EngineParts(options=resolved, frontend=frontend, program=program, model=model_facts(plan))
 
 
-def plan_memory(path: str | Path, *, options: EngineOptions | None = None, **changes: Any) -> dict[str, Any]:
-    """Returns what an engine with these options would allocate, without reading weights.
-
-    Returns:
-        Plain data: ``rows`` of name, bytes and detail, ``planned_bytes``, ``free_bytes``, ``headroom_bytes``.
-    Raises:
-        OptionError, ValueError: as ``Engine.from_pretrained``.
-    """
-    memory = draw_up(path, options, changes).sizing.memory
-    rows = [
-        {
-            "name": row.axis,
-            "bytes": row.planned_bytes,
-            "detail": f"{row.num_units} x {row.unit} of {format_bytes(row.unit_bytes)}",
-        }
-        for row in memory.rows
-    ]
-    return {"rows": rows, **_totals(memory)}
-
-
 def checkpoint_directory(path: str | Path) -> Path:
     """Returns the folder of a checkpoint; ``"demo"`` is the embedded one.
 
@@ -221,34 +162,3 @@ def model_facts(plan: Blueprint) -> ModelFacts:
         dtype=plan.options.dtype,
         device=f"{plan.device.device_kind} ({plan.device})",
     )
-
-
-def _option_lines(options: ResolvedOptions) -> list[str]:
-    cache = options.cache
-    capacity = "sized from free memory" if options.kv_capacity == "auto" else f"{options.kv_capacity} tokens"
-    lines = [
-        f"context    {options.max_context} tokens per request, KV capacity {capacity}",
-        f"requests   {options.max_concurrency} at once, {options.max_pending_requests} waiting for up to "
-        f"{options.pending_timeout_s:g} s, prefill in chunks of {options.prefill_chunk}",
-    ]
-    if not cache.enabled:
-        return [*lines, "reuse      off: every request starts from root"]
-    switches = [
-        name for name in ("endpoint_anchors", "recency_eviction", "kv_lease_growth") if getattr(cache, name)
-    ]
-    return [
-        *lines,
-        f"reuse      {cache.max_private_continuations} private continuations with "
-        f"{cache.max_long_anchors_per_continuation} anchors each, {cache.max_shared_prefixes} shared; "
-        f"{', '.join(switches) or 'no switches'}",
-        f"states     {options.total_device_state_slots} on the device, {cache.host_state_slots} on the host; "
-        f"host KV {format_bytes(cache.host_kv_capacity_bytes)}",
-    ]
-
-
-def _totals(memory: MemoryTable) -> dict[str, int]:
-    return {
-        "planned_bytes": memory.planned_bytes,
-        "free_bytes": memory.free_bytes,
-        "headroom_bytes": memory.headroom_bytes,
-    }

@@ -34,8 +34,9 @@ class Counters:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns a copy as plain data."""
-        values = dataclasses.asdict(self)
-        for name, value in values.items():
-            if isinstance(value, Counter):
-                values[name] = {str(key): value[key] for key in sorted(value, key=str)}
+        values: dict[str, Any] = {}
+        for entry in dataclasses.fields(self):
+            value = getattr(self, entry.name)
+            is_counter = isinstance(value, Counter)
+            values[entry.name] = {str(key): value[key] for key in sorted(value)} if is_counter else value
         return values

@@ -16,14 +16,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ninfer_jax.assembly import EngineParts, assemble, plan_memory
 from ninfer_jax.errors import EngineClosedError, OptionError, RequestError, RequestErrorKind
 from ninfer_jax.handle import RequestHandle, Response
 from ninfer_jax.inbox import Ask, Close, Inbox, Submit
 from ninfer_jax.job import NS_PER_S, Job
 from ninfer_jax.options import EngineOptions, ResolvedOptions
 from ninfer_jax.outstanding import OutstandingGate, OutstandingSlot
+from ninfer_jax.parts import EngineParts
 from ninfer_jax.prepare import PromptOptions, prepare_request
+from ninfer_jax.program.memory_table import format_bytes
 from ninfer_jax.progress import progress_bar
 from ninfer_jax.prompts import Messages, Prompt, is_messages, one_or_many
 from ninfer_jax.request import Request, RequestId
@@ -34,8 +35,6 @@ from ninfer_jax.worker import Worker
 __all__ = ["Engine", "plan_memory"]
 
 logger = logging.getLogger("ninfer_jax")
-
-MAX_INT64 = 2**63 - 1
 
 
 class Engine:
@@ -100,6 +99,9 @@ class Engine:
             OptionError: if an option is out of range, contradicts another, or cannot fit the device.
             ValueError: if the checkpoint is of an unsupported architecture or incomplete.
         """
+        # Imported here, so that a mistake on a command line is answered before JAX and the model are loaded.
+        from ninfer_jax.assembly import assemble
+
         return cls(assemble(path, options, changes), threaded=threaded, clock=clock)
 
     # -- asking ----------------------------------------------------------------------------------------------
@@ -351,6 +353,33 @@ class Engine:
         if not is_answer:
             raise value
         return value
+
+
+def plan_memory(path: str | Path, *, options: EngineOptions | None = None, **changes: Any) -> dict[str, Any]:
+    """Returns what an engine with these options would allocate, without reading weights.
+
+    Returns:
+        Plain data: ``rows`` of name, bytes and detail, ``planned_bytes``, ``free_bytes``, ``headroom_bytes``.
+    Raises:
+        OptionError, ValueError: as ``Engine.from_pretrained``.
+    """
+    from ninfer_jax.assembly import draw_up
+
+    memory = draw_up(path, options, changes).sizing.memory
+    rows = [
+        {
+            "name": row.axis,
+            "bytes": row.planned_bytes,
+            "detail": f"{row.num_units} x {row.unit} of {format_bytes(row.unit_bytes)}",
+        }
+        for row in memory.rows
+    ]
+    return {
+        "rows": rows,
+        "planned_bytes": memory.planned_bytes,
+        "free_bytes": memory.free_bytes,
+        "headroom_bytes": memory.headroom_bytes,
+    }
 
 
 def _shut_down(inbox: Inbox, worker: Worker, thread: threading.Thread | None) -> None:

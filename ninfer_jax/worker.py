@@ -9,7 +9,6 @@ clock: ``step`` is driven from outside, and time is an argument.
 from __future__ import annotations
 
 import logging
-import queue
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,7 +20,6 @@ from ninfer_jax.job import Job
 from ninfer_jax.request import AdmissionStatus, RequestId, RequestState, SequenceHandle
 from ninfer_jax.results import FinishReason, GenerationStart, TextDelta, TokenLogprobs
 from ninfer_jax.scheduler import (
-    NO_DEADLINE_NS,
     AdmissionVerdict,
     Admit,
     Decode,
@@ -175,14 +173,8 @@ class Worker:
             return True
 
     def _sleep(self) -> None:
-        deadline_ns = min(
-            self._scheduler.first_deadline_ns, *self._running_deadlines.values(), NO_DEADLINE_NS
-        )
-        timeout_s = None if deadline_ns == NO_DEADLINE_NS else max(0, deadline_ns - self._clock()) / 1e9
-        try:
-            self._mail.append(self._inbox.get(timeout=timeout_s))
-        except queue.Empty:
-            return
+        """Waits for a message: whatever waits or runs gives ``step`` something to do, so only mail can be next."""
+        self._mail.append(self._inbox.get())
 
     # -- mail ------------------------------------------------------------------------------------------------
 
