@@ -1,0 +1,757 @@
+"""One planning round as tables: what every option of every victim does, and what every candidate needs.
+
+Owns: `Problem` and `make_problem` (design 3.1), vectorised NumPy over victims, options and address-space
+entries. Owns no choice and no price. Rebuilt once per round; cost follows entries x options, never pages.
+
+Every object (StateImage or page run) falls into one of three groups:
+
+    one victim alone holds it          -> its fate is that owner's option: summed up in `contributions`
+    two or more, or a victim and an    -> a *class*: options say in `device_mask/host_mask` whether the owner
+    active or protected holder            still needs it there; the fate is the OR over all holders (T-6)
+    nobody eligible holds it           -> nothing changes, except for the candidate whose source it is
+
+The final Device replica of a class survives while any holder wants it there. A holder that demoted a class is
+also served by somebody else's Device replica, so a Host copy is made only when the Device replica goes.
+
+A candidate's source is no victim of that candidate: its row must carry the code ABSENT, and what it keeps,
+hands over or releases is in the candidate's own columns and masks (G-8, N-9). A consumed source stays whole
+until the commit: everything it loses is freed in the last stage (X-9).
+
+Letters: V victims, K options, C classes, D candidates, J items, N pools, R axes, W mask words, P columns of
+`contributions`, F columns of `needs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import jax
+import numpy as np
+
+from ninfer_jax.planner.candidate import Candidate, Disposition
+from ninfer_jax.planner.capacity import DEVICE_PAGES, DEVICE_STATE, ceil_div
+from ninfer_jax.planner.ids import (
+    NO_CLASS,
+    NO_EXTENT,
+    NO_IMAGE,
+    NO_OWNER,
+    NO_POOL,
+    NO_SLOT,
+    OwnerId,
+    OwnerKind,
+)
+from ninfer_jax.planner.lineage import surviving_checkpoints
+from ninfer_jax.planner.options import (
+    MAX_CHECKPOINTS,
+    OptionTable,
+    ReplicaAction,
+    Survivors,
+    make_templates,
+    survivors_of,
+)
+from ninfer_jax.planner.state import PhysicalState, checkpoints_of, eligible, used
+from ninfer_jax.planner.target import ABSENT, EVICT, KEEP, TargetBatch, make_targets
+
+# column groups of `contributions`; each is J wide, then two counters follow
+DEVICE_NOW, DEVICE_COPIED, HOST_NOW, D2H, D2H_OPS = range(5)
+NUM_CONTRIBUTIONS: Final = 5
+
+# column groups of `needs`, each J wide
+H2D, H2D_OPS, TAIL_H2D, TAIL_D2D, FRESH, DEVICE_LATE, HOST_LATE, GROWTH, STATE_IS_FORK = range(9)
+NUM_NEEDS: Final = 9
+
+CLASS_BUCKETS: Final = (32, 64, 128, 256, 512, 1024, 2048)
+VICTIM_BUCKETS: Final = (8, 16, 64, 128, 256, 512, 1024)
+OPTION_BUCKETS: Final = (16, 32, 64, 128)
+CANDIDATE_BUCKETS: Final = (8, 16, 32, 64, 128)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """The arrays that the projection reads, padded to buckets so that few shapes are ever compiled."""
+
+    contributions: (
+        np.ndarray
+    )  # int32[V, K, 5 * J + 2]: five groups of J, then evictions and dropped checkpoints
+    device_mask: np.ndarray  # uint32[V, K, W], bit c: the owner still needs class c on Device
+    host_mask: np.ndarray  # uint32[V, K, W]
+    class_units: np.ndarray  # int32[C, J], size of the class in its item's column
+    class_device: np.ndarray  # bool[C], on Device now
+    class_host: np.ndarray  # bool[C], on Host now
+    fixed_device: np.ndarray  # bool[C], an owner outside the domain needs it on Device
+    fixed_host: np.ndarray  # bool[C]
+    needs: np.ndarray  # int32[D, 9 * J]
+    need_class: np.ndarray  # bool[D, C], the sequence will use it on Device (restored if it is not)
+    hold_device: np.ndarray  # bool[D, C], the source keeps it there
+    hold_host: np.ndarray  # bool[D, C]
+    late_class: np.ndarray  # bool[D, C], held by a consumed source until commit
+    tail_class: np.ndarray  # int32[D, N], partial tail page whose owner decides in place or copy; or NO_CLASS
+    image_class: np.ndarray  # int32[D], source image whose other holders decide Move or Fork; or NO_CLASS
+    used0: np.ndarray  # int32[R]
+    capacity: np.ndarray  # int32[R]
+    granules: np.ndarray  # int32[N]
+    staging: np.ndarray  # int32[J]
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """Who holds what, one row per (owner, object); object ids are images first, then runs."""
+
+    owner: np.ndarray  # int32[E]
+    obj: np.ndarray  # int32[E]
+    bits: np.ndarray  # int32[E], checkpoints (by depth) that refer to the image; 0 for runs
+    start: np.ndarray  # int32[E], first logical page; 0 for images
+    end: np.ndarray  # int32[E], one past the last page; 0 for images
+    victim: np.ndarray  # int32[E], victim row or -1
+
+
+@dataclass(frozen=True, eq=False)
+class Objects:
+    """Facts of every object row."""
+
+    item: np.ndarray  # int32[X], 0 image, 1 + pool for runs, -1 free row
+    size: np.ndarray  # int32[X], images 1, runs their pages
+    device: np.ndarray  # bool[X]
+    host: np.ndarray  # bool[X]
+    fixed_device: np.ndarray  # bool[X], needed there by an owner outside the domain, or pinned
+    fixed_host: np.ndarray  # bool[X]
+    holders: np.ndarray  # int32[X], eligible owners that hold it
+    class_of: np.ndarray  # int32[X], class row or NO_CLASS
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Everything one planning round needs. Immutable; valid for `state.revision` only (G-12)."""
+
+    state: PhysicalState
+    candidates: tuple[Candidate, ...]
+    victims: np.ndarray  # int32[V], owner row of each victim row
+    checkpoints: np.ndarray  # int32[Q], every live checkpoint row
+    source_victim: np.ndarray  # int32[D], victim row of the source, or -1
+    options: OptionTable
+    entries: Entries
+    objects: Objects
+    tables: Tables
+
+    @property
+    def num_victims(self) -> int:
+        """V without padding."""
+        return len(self.victims)
+
+    @property
+    def num_options(self) -> int:
+        """K without padding."""
+        return len(self.options.templates)
+
+
+def make_problem(
+    state: PhysicalState, candidates: Sequence[Candidate], *, max_options: int | None = None
+) -> Problem:
+    """Returns the tables of one round.
+
+    Args:
+        candidates: root first; each with its own request work.
+        max_options: options per owner; None takes 16 for many owners and up to 64 for few.
+    Raises:
+        ValueError: if there is no candidate, a source is not a live inactive checkpoint, or a consumed source
+            is protected.
+
+    >>> from ninfer_jax.planner.candidate import make_request, root_candidate
+    >>> from ninfer_jax.planner.capacity import make_capacity
+    >>> from ninfer_jax.planner.state import make_state
+    >>> state = make_state(make_capacity(device_state_slots=2, device_pages=12))
+    >>> make_problem(state, [root_candidate(make_request(100, 50))]).num_victims
+    0
+    """
+    if not candidates:
+        raise ValueError("a problem needs at least the root candidate")
+    may_go = eligible(state)
+    victims = np.flatnonzero(may_go).astype(np.int32)
+    victim_of = np.full(state.num_owners, -1, np.int32)
+    victim_of[victims] = np.arange(len(victims), dtype=np.int32)
+    rank, counts = _checkpoint_ranks(state)
+    if counts.max(initial=0) > MAX_CHECKPOINTS:
+        raise ValueError(f"an owner has {counts.max()} checkpoints, at most {MAX_CHECKPOINTS} are supported")
+    entries = _make_entries(state, victim_of, rank)
+    objects = _make_objects(state, entries, may_go)
+    used0 = used(state)
+    sources, needs, deficits = _make_candidates(state, candidates, may_go, entries, objects, used0)
+    per_owner = int(counts[victims].max(initial=1))
+    if max_options is None:
+        max_options = min(64, max(16, 1024 // max(len(victims), 1)))
+    options = _make_options(
+        state, victims, counts, rank, make_templates(per_owner, max_options), deficits, entries, objects
+    )
+    tables, valid = _make_tables(state, victims, counts, options, entries, objects, needs, used0)
+    options = OptionTable(
+        options.templates,
+        options.alive,
+        options.state_action,
+        options.state_bits,
+        options.kv_action,
+        options.kv_from,
+        options.cover,
+        valid,
+    )
+    source_victim = np.asarray([victim_of[o] if o >= 0 else -1 for o in sources], np.int32)
+    return Problem(
+        state,
+        tuple(candidates),
+        victims,
+        np.flatnonzero(state.checkpoint_owner != NO_OWNER).astype(np.int32),
+        source_victim,
+        options,
+        entries,
+        objects,
+        tables,
+    )
+
+
+def identity_targets(problem: Problem) -> TargetBatch:
+    """Returns one target per candidate: activation and source disposition, nothing else (T-4)."""
+    codes = np.full((len(problem.candidates), problem.num_victims), KEEP, np.int32)
+    return make_targets(np.arange(len(problem.candidates)), _with_source(problem, codes))
+
+
+def maximal_targets(problem: Problem) -> TargetBatch:
+    """Returns one target per candidate that releases everything its domain may release (G-4 for root)."""
+    codes = np.full((len(problem.candidates), problem.num_victims), EVICT, np.int32)
+    return make_targets(np.arange(len(problem.candidates)), _with_source(problem, codes))
+
+
+def base_tokens(problem: Problem, candidate: int) -> int:
+    """Returns the prompt tokens that the candidate reuses."""
+    checkpoint = problem.candidates[candidate].checkpoint
+    return 0 if checkpoint is None else int(problem.state.checkpoint_frontier[checkpoint])
+
+
+def _with_source(problem: Problem, codes: np.ndarray) -> np.ndarray:
+    rows = np.flatnonzero(problem.source_victim >= 0)
+    codes[rows, problem.source_victim[rows]] = ABSENT
+    return codes
+
+
+# ---------------------------------------------------------------- holders
+
+
+def _checkpoint_ranks(state: PhysicalState) -> tuple[np.ndarray, np.ndarray]:
+    """Returns int32[Q] rank of every live checkpoint within its owner (0 shallowest), int32[O] counts."""
+    rows = np.flatnonzero(state.checkpoint_owner != NO_OWNER)
+    owner = state.checkpoint_owner[rows]
+    order = np.lexsort(
+        (state.checkpoint_ordinal[rows], state.checkpoint_kind[rows], state.checkpoint_frontier[rows], owner)
+    )
+    counts = np.bincount(owner, minlength=state.num_owners).astype(np.int32)
+    first = np.cumsum(counts) - counts
+    rank = np.full(len(state.checkpoint_owner), -1, np.int32)
+    rank[rows[order]] = np.arange(len(rows)) - first[owner[order]]
+    return rank, counts
+
+
+def _make_entries(state: PhysicalState, victim_of: np.ndarray, rank: np.ndarray) -> Entries:
+    rows = np.flatnonzero(state.checkpoint_owner != NO_OWNER)
+    owner, image = state.checkpoint_owner[rows], state.checkpoint_image[rows]
+    num_images = max(len(state.image_live), 1)
+    key, inverse = np.unique(owner.astype(np.int64) * num_images + image, return_inverse=True)
+    bits = np.zeros(len(key), np.int64)
+    np.bitwise_or.at(bits, inverse, np.int64(1) << rank[rows].astype(np.int64))
+    writers = np.flatnonzero(state.owner_writes != NO_IMAGE)
+    all_owner = np.concatenate([key // num_images, writers, state.space_owner]).astype(np.int32)
+    all_obj = np.concatenate(
+        [key % num_images, state.owner_writes[writers], state.space_run + len(state.image_live)]
+    )
+    heads = np.zeros(len(key) + len(writers), np.int32)
+    return Entries(
+        all_owner,
+        all_obj.astype(np.int32),
+        np.concatenate([bits, np.zeros(len(writers) + len(state.space_run), np.int64)]).astype(np.int32),
+        np.concatenate([heads, state.space_start]),
+        np.concatenate([heads, state.space_start + state.run_pages[state.space_run]]).astype(np.int32),
+        victim_of[all_owner],
+    )
+
+
+def _make_objects(state: PhysicalState, entries: Entries, may_go: np.ndarray) -> Objects:
+    run_item = np.where(state.run_pool == NO_POOL, -1, state.run_pool + 1)
+    item = np.concatenate([np.where(state.image_live, 0, -1), run_item])
+    size = np.concatenate([np.ones(len(state.image_live), np.int32), state.run_pages])
+    device = np.concatenate([state.image_live & (state.image_device != NO_SLOT), state.run_device])
+    image_host = state.image_live & (state.image_host != NO_SLOT)
+    host = np.concatenate([image_host, state.run_host_start != NO_EXTENT])
+    pinned = np.concatenate([state.image_pins, state.run_pins]) > 0
+    fixed_entry = ~may_go[entries.owner]
+    active_entry = state.owner_kind[entries.owner] == OwnerKind.ACTIVE
+    kept_checkpoint = fixed_entry & (~active_entry | (entries.bits != 0))
+    fixed_device, fixed_host = pinned & device, pinned & host
+    fixed_device[entries.obj[fixed_entry]] = True
+    fixed_device &= device
+    keeps_host = np.zeros(len(item), bool)
+    keeps_host[entries.obj[kept_checkpoint]] = True
+    fixed_host |= keeps_host & host
+    holders = np.bincount(entries.obj[may_go[entries.owner]], minlength=len(item)).astype(np.int32)
+    pinned_down = (fixed_device == device) & (fixed_host == host)
+    shared = ((holders > 1) | ((holders == 1) & (fixed_device | fixed_host))) & ~pinned_down
+    class_of = np.full(len(item), NO_CLASS, np.int32)
+    class_of[shared] = np.arange(np.count_nonzero(shared))
+    return Objects(
+        item.astype(np.int32),
+        size.astype(np.int32),
+        device,
+        host,
+        fixed_device,
+        fixed_host,
+        holders,
+        class_of,
+    )
+
+
+# ---------------------------------------------------------------- candidates
+
+
+@dataclass(frozen=True, eq=False)
+class _Needs:
+    """The candidate half of the tables, unpadded."""
+
+    needs: np.ndarray
+    need_class: np.ndarray
+    hold_device: np.ndarray
+    hold_host: np.ndarray
+    late_class: np.ndarray
+    tail_class: np.ndarray
+    image_class: np.ndarray
+
+
+def _make_candidates(
+    state: PhysicalState,
+    candidates: Sequence[Candidate],
+    may_go: np.ndarray,
+    entries: Entries,
+    objects: Objects,
+    used0: np.ndarray,
+) -> tuple[list[int], _Needs, np.ndarray]:
+    """Returns the source owner of each candidate (-1 root), its needs, and int32[D, R] identity deficits."""
+    pools = state.capacity.num_pools
+    items, num_classes, d = 1 + pools, int((objects.class_of >= 0).sum()), len(candidates)
+    out = _Needs(
+        np.zeros((d, NUM_NEEDS, items), np.int32),
+        np.zeros((d, num_classes), bool),
+        np.zeros((d, num_classes), bool),
+        np.zeros((d, num_classes), bool),
+        np.zeros((d, num_classes), bool),
+        np.full((d, pools), NO_CLASS, np.int32),
+        np.full(d, NO_CLASS, np.int32),
+    )
+    sources: list[int] = []
+    for i, candidate in enumerate(candidates):
+        if len(candidate.request.capacity_tokens) != pools:
+            raise ValueError(
+                f"candidate {i} asks for {len(candidate.request.capacity_tokens)} pools, the state has {pools}"
+            )
+        sources.append(_fill_candidate(state, candidate, may_go, entries, objects, out, i))
+    deficits = np.tile(used0, (d, 1)).astype(np.int64)
+    device = out.needs[:, [H2D, TAIL_H2D, TAIL_D2D, FRESH, GROWTH]].sum(1) - out.needs[:, DEVICE_LATE]
+    restored = out.need_class & ~objects.device[objects.class_of >= 0]
+    for item in range(items):
+        of_item = objects.item[objects.class_of >= 0] == item
+        device[:, item] += (restored * (objects.size[objects.class_of >= 0] * of_item)).sum(1)
+    deficits[:, DEVICE_STATE] += device[:, 0]
+    deficits[:, DEVICE_PAGES:] += device[:, 1:]
+    deficits = np.maximum(deficits - state.capacity.units(), 0)
+    return sources, out, deficits.astype(np.int32)
+
+
+def _fill_candidate(
+    state: PhysicalState,
+    candidate: Candidate,
+    may_go: np.ndarray,
+    entries: Entries,
+    objects: Objects,
+    out: _Needs,
+    i: int,
+) -> int:
+    """Writes candidate i's needs and returns its source owner."""
+    page, pools = state.capacity.page_tokens, state.capacity.num_pools
+    total_pages = [ceil_div(t, page) for t in candidate.request.capacity_tokens]
+    row = out.needs[i]
+    if candidate.checkpoint is None:
+        row[FRESH, 0] = 1
+        row[GROWTH, 1:] = total_pages
+        return -1
+    source = int(candidate.checkpoint)
+    owner = int(state.checkpoint_owner[source]) if 0 <= source < len(state.checkpoint_owner) else NO_OWNER
+    if owner == NO_OWNER or state.owner_kind[owner] not in (OwnerKind.PRIVATE, OwnerKind.SHARED):
+        raise ValueError(f"candidate {i}: checkpoint row {source} belongs to no inactive owner")
+    consume = candidate.disposition == Disposition.CONSUME
+    if consume and (not may_go[owner] or state.owner_kind[owner] == OwnerKind.SHARED):
+        raise ValueError(f"candidate {i}: owner {owner} is shared or protected and cannot be consumed")
+    base = state.checkpoint_kv_tokens[source]
+    row[GROWTH, 1:] = np.maximum(np.asarray(total_pages) - -(-base // page), 0)
+
+    mine = entries.owner == owner
+    is_run = mine & (objects.item[entries.obj] > 0)
+    obj, start = entries.obj[is_run], entries.start[is_run]
+    item = objects.item[obj]
+    base_of = base[item - 1]
+    need = entries.end[is_run] <= base_of // page
+    tail = (base_of % page > 0) & (start == base_of // page)
+    # whether an owner outside the domain holds it as well; the source itself counts when it is protected
+    others = (
+        (objects.fixed_device[obj] | objects.fixed_host[obj]) if may_go[owner] else np.ones(len(obj), bool)
+    )
+    shared = objects.class_of[obj] >= 0
+    dynamic = tail & shared & ~others if consume else np.zeros(len(obj), bool)
+    copied = tail & ~dynamic & (others | (not consume))
+    in_place = tail & ~dynamic & ~copied
+    for e in np.flatnonzero(copied):
+        row[TAIL_D2D if objects.device[obj[e]] else TAIL_H2D, item[e]] += 1
+    for e in np.flatnonzero(dynamic):
+        out.tail_class[i, item[e] - 1] = objects.class_of[obj[e]]
+    need = need | in_place
+    kept = np.full(len(obj), not consume)
+    _settle_source(objects, out, i, obj, need, consume, hold_device=kept, hold_host=kept)
+
+    is_image = mine & (objects.item[entries.obj] == 0)
+    images, bits = entries.obj[is_image], entries.bits[is_image]
+    rows = checkpoints_of(state, OwnerId(owner))
+    stays = surviving_checkpoints(state, source) if consume else np.ones(len(rows), bool)
+    alive = int(sum(1 << k for k in range(len(rows)) if stays[k]))
+    held = (bits & alive) != 0
+    chosen = images == state.checkpoint_image[source]
+    pinned = (objects.fixed_device[images] | objects.fixed_host[images]) | (not may_go[owner])
+    fork = chosen & (held | pinned)
+    dynamic = chosen & ~fork & (objects.class_of[images] >= 0)
+    move = chosen & ~fork & ~dynamic
+    for e in np.flatnonzero(fork):
+        row[TAIL_D2D if objects.device[images[e]] else TAIL_H2D, 0] += 1
+        row[STATE_IS_FORK, 0] = 1
+    for e in np.flatnonzero(dynamic):
+        out.image_class[i] = objects.class_of[images[e]]
+    hold_device = held | (chosen & objects.device[images] & ~move)
+    _settle_source(objects, out, i, images, move, consume, hold_device=hold_device, hold_host=held)
+    return owner
+
+
+def _settle_source(
+    objects: Objects,
+    out: _Needs,
+    i: int,
+    obj: np.ndarray,
+    need: np.ndarray,
+    consume: bool,
+    *,
+    hold_device: np.ndarray,
+    hold_host: np.ndarray,
+) -> None:
+    """Writes what the source's objects need: classes into masks, all others as constants."""
+    device, host, classes = objects.device[obj], objects.host[obj], objects.class_of[obj]
+    shared = classes >= 0
+    hold_device, hold_host = hold_device & device, hold_host & host
+    out.need_class[i, classes[shared]] = need[shared]
+    out.hold_device[i, classes[shared]] = hold_device[shared]
+    out.hold_host[i, classes[shared]] = hold_host[shared]
+    out.late_class[i, classes[shared]] = consume
+    alone = ~shared
+    stays_device = hold_device | objects.fixed_device[obj] | need
+    stays_host = (hold_host | objects.fixed_host[obj]) & (host | ~stays_device)
+    row, item, size = out.needs[i], objects.item[obj], objects.size[obj]
+    for group, chosen, weight in (
+        (H2D, need & ~device, size),
+        (H2D_OPS, need & ~device, np.ones_like(size)),
+        (DEVICE_LATE, device & ~stays_device, size),
+        (HOST_LATE, host & ~stays_host, size),
+    ):
+        pick = chosen & alone
+        if group in (DEVICE_LATE, HOST_LATE) and not consume:
+            continue
+        np.add.at(row[group], item[pick], weight[pick])
+
+
+# ---------------------------------------------------------------- options and tables
+
+
+def _make_options(
+    state: PhysicalState,
+    victims: np.ndarray,
+    counts: np.ndarray,
+    rank: np.ndarray,
+    templates: tuple,
+    deficits: np.ndarray,
+    entries: Entries,
+    objects: Objects,
+) -> OptionTable:
+    pools, page = state.capacity.num_pools, state.capacity.page_tokens
+    v, k = len(victims), len(templates)
+    m = int(counts[victims].max(initial=1))
+    count = counts[victims]
+    # pages[v, r, n]: pages of pool n that the checkpoints up to rank r need
+    pages = np.zeros((v, m + 1, pools), np.int32)
+    rows = np.flatnonzero(rank >= 0)
+    victim_of = np.full(state.num_owners, -1, np.int32)
+    victim_of[victims] = np.arange(v)
+    where = victim_of[state.checkpoint_owner[rows]]
+    rows, where = rows[where >= 0], where[where >= 0]
+    pages[where, rank[rows] + 1] = -(-state.checkpoint_kv_tokens[rows] // page)
+    reach = np.maximum.accumulate(pages, axis=1)
+
+    free_state = np.asarray(deficits[:, DEVICE_STATE].max(initial=0))
+    large = deficits[:, DEVICE_PAGES:].max(0, initial=0)
+    positive = np.where(deficits[:, DEVICE_PAGES:] > 0, deficits[:, DEVICE_PAGES:], np.iinfo(np.int32).max)
+    small = np.where(large > 0, positive.min(0, initial=np.iinfo(np.int32).max), 0)
+    tails = _tail_starts(v, pools, reach[:, -1], (large, small), entries, objects)
+    drop = _sized_drop(v, m, pools, count, reach, large, int(free_state), entries, objects)
+
+    alive = np.stack([survivors_of(t, count, drop) for t in templates], 1)
+    alive[:, ABSENT] = 0
+    # coverage is the longest one that any surviving checkpoint needs; ranks follow the frontier, but a typed
+    # frontier of a shallower checkpoint may still be the longer one
+    cover = np.zeros((v, k, pools), np.int32)
+    for r in range(m):
+        has = (alive >> r & 1).astype(bool)
+        cover = np.where(has[..., None], np.maximum(cover, pages[:, None, r + 1]), cover)
+    state_action = np.asarray([t.state for t in templates], np.int8)
+    kv_action = np.asarray([t.kv for t in templates], np.int8)
+    first = np.int32((1 << max(int(free_state), 1)) - 1 if int(free_state) < MAX_CHECKPOINTS else -1)
+    state_bits = np.stack(
+        [np.full(v, -1 if t.state_extent == 0 else first, np.int32) for t in templates], 1
+    ).astype(np.int32)
+    kv_from = np.stack(
+        [
+            np.zeros((v, pools), np.int32) if t.kv_extent == 0 else tails[int(t.kv_extent) - 1]
+            for t in templates
+        ],
+        1,
+    )
+    valid = (alive != 0) | np.asarray([t.survivors == Survivors.NOBODY for t in templates])[None]
+    valid[:, ABSENT] = False
+    return OptionTable(templates, alive, state_action, state_bits, kv_action, kv_from, cover, valid)
+
+
+def _tail_starts(
+    v: int,
+    pools: int,
+    total: np.ndarray,
+    sizes: tuple[np.ndarray, np.ndarray],
+    entries: Entries,
+    objects: Objects,
+) -> list[np.ndarray]:
+    """Returns for each size int32[V, N]: the page from which demoting the tail frees that many Device pages."""
+    out = []
+    item = objects.item[entries.obj]
+    for size in sizes:
+        starts = np.where(np.asarray(size)[None] > 0, 0, total).astype(np.int32)
+        for pool in range(pools):
+            want = int(size[pool])
+            if want <= 0:
+                continue
+            rows = np.flatnonzero((entries.victim >= 0) & (item == pool + 1))
+            obj = entries.obj[rows]
+            frees = objects.device[obj] & ~objects.host[obj] & (objects.class_of[obj] < 0)
+            frees &= (objects.holders[obj] == 1) & ~objects.fixed_device[obj]
+            amount = np.where(frees, objects.size[obj], 0)
+            owner = entries.victim[rows]
+            running = np.cumsum(amount)
+            owner_total = np.bincount(owner, amount, minlength=v).astype(np.int64)
+            before = np.cumsum(owner_total) - owner_total
+            order = np.argsort(owner, kind="stable")
+            running = np.cumsum(amount[order]) - before[owner[order]]
+            after = owner_total[owner[order]] - running
+            hit = (after < want) & (want <= after + amount[order])
+            e = rows[order][hit]
+            starts[owner[order][hit], pool] = entries.end[e] - (want - after[hit])
+        out.append(starts)
+    return out
+
+
+def _sized_drop(
+    v: int,
+    m: int,
+    pools: int,
+    count: np.ndarray,
+    reach: np.ndarray,
+    want_pages: np.ndarray,
+    want_states: int,
+    entries: Entries,
+    objects: Objects,
+) -> np.ndarray:
+    """Returns int32[V], how many deepest checkpoints must go to free the residual; capped at all but one."""
+    drop = np.clip(np.full(v, want_states, np.int32), 1, np.maximum(count - 1, 1))
+    item = objects.item[entries.obj]
+    for pool in range(pools):
+        if want_pages[pool] <= 0:
+            continue
+        rows = np.flatnonzero((entries.victim >= 0) & (item == pool + 1))
+        obj = entries.obj[rows]
+        owner = entries.victim[rows]
+        frees = objects.device[obj] & (objects.class_of[obj] < 0) & (objects.holders[obj] == 1)
+        amount = np.where(frees & ~objects.fixed_device[obj], objects.size[obj], 0)
+        enough = np.zeros(v, bool)
+        need = np.zeros(v, np.int32)
+        for j in range(1, m):
+            keep = np.maximum(count - j, 1)
+            cover = reach[np.arange(v), keep, pool]
+            freed = np.bincount(owner, amount * (entries.start[rows] >= cover[owner]), minlength=v)
+            need = np.where(enough, need, j)
+            enough |= freed >= want_pages[pool]
+        drop = np.maximum(drop, need)
+    return np.minimum(drop, np.maximum(count - 1, 1)).astype(np.int32)
+
+
+def _bucket(size: int, buckets: tuple[int, ...]) -> int:
+    for b in buckets:
+        if size <= b:
+            return b
+    return -(-size // buckets[-1]) * buckets[-1]
+
+
+def _make_tables(
+    state: PhysicalState,
+    victims: np.ndarray,
+    counts: np.ndarray,
+    options: OptionTable,
+    entries: Entries,
+    objects: Objects,
+    needs: _Needs,
+    used0: np.ndarray,
+) -> tuple[Tables, np.ndarray]:
+    """Returns the padded tables and bool[V, K], the options that mean something new for their owner."""
+    pools = state.capacity.num_pools
+    items = 1 + pools
+    v, k, d = len(victims), len(options.templates), len(needs.needs)
+    shared = np.flatnonzero(objects.class_of >= 0)
+    c = len(shared)
+    vp, kp = _bucket(v, VICTIM_BUCKETS), _bucket(k, OPTION_BUCKETS)
+    cp, dp = _bucket(c, CLASS_BUCKETS), _bucket(d, CANDIDATE_BUCKETS)
+
+    rows = np.flatnonzero(entries.victim >= 0)
+    rows = rows[np.argsort(entries.victim[rows], kind="stable")]
+    owner, obj = entries.victim[rows], entries.obj[rows]
+    item, size = objects.item[obj], objects.size[obj]
+    device, host = objects.device[obj], objects.host[obj]
+    is_run = item > 0
+    kept, acted = _kept_and_acted(
+        options, owner, entries.bits[rows], entries.start[rows], entries.end[rows], item
+    )
+    action = np.where(is_run[:, None], options.kv_action[None], options.state_action[None])
+
+    # one victim alone: sum what its option frees and copies
+    lone = (objects.class_of[obj] < 0) & (objects.holders[obj] == 1)
+    lone &= ~(objects.fixed_device[obj] | objects.fixed_host[obj])
+    e = np.flatnonzero(lone)
+    both, only = (device & host)[e, None], (device & ~host)[e, None]
+    a, sz = acted[e], size[e, None]
+    gone = np.where(kept[e], 0, sz)
+    act = action[e]
+    demoted = np.where((act == ReplicaAction.DEMOTE) & only, a, 0)
+    device_now = gone * device[e, None] + np.where((act >= ReplicaAction.DROP_DEVICE) & both, a, 0)
+    host_now = gone * host[e, None] + np.where((act == ReplicaAction.DROP_HOST) & both, a, 0)
+    values = np.stack([device_now, demoted, host_now, demoted, (demoted > 0).astype(np.int32)], -1)
+    contributions = np.zeros((vp, kp, NUM_CONTRIBUTIONS * items + 2), np.int32)
+    for j in range(items):
+        pick = np.flatnonzero(item[e] == j)
+        if len(pick):
+            who = owner[e][pick]
+            firsts = np.flatnonzero(np.diff(who, prepend=-1))
+            sums = np.add.reduceat(values[pick], firsts, axis=0)
+            contributions[who[firsts][:, None], np.arange(k)[None], j : NUM_CONTRIBUTIONS * items : items] = (
+                sums
+            )
+    alive_count = np.bitwise_count(options.alive.astype(np.uint32)).astype(np.int32)
+    contributions[:v, EVICT, -2] = 1
+    contributions[:v, :k, -1] = counts[victims][:, None] - alive_count
+    contributions[:, ABSENT] = 0
+
+    # several holders: which classes the option still needs, and where
+    want_device = np.zeros((vp, kp, cp), bool)
+    want_host = np.zeros((vp, kp, cp), bool)
+    s = np.flatnonzero(objects.class_of[obj] >= 0)
+    if len(s):
+        whole = kept[s] & (acted[s] == size[s, None])
+        both = (device & host)[s, None]
+        act = np.where(whole, action[s], 0)
+        dev = device[s, None] & ~((act == ReplicaAction.DEMOTE) | ((act == ReplicaAction.DROP_DEVICE) & both))
+        hst = (host[s, None] & ~((act == ReplicaAction.DROP_HOST) & both)) | (act == ReplicaAction.DEMOTE)
+        cls = objects.class_of[obj[s]]
+        want_device[owner[s], :k, cls] = kept[s] & dev
+        want_host[owner[s], :k, cls] = kept[s] & hst
+        want_device[:, ABSENT] = want_host[:, ABSENT] = False
+    device_mask, host_mask = _pack(want_device), _pack(want_host)
+
+    effect = np.concatenate(
+        [contributions[:v, :k], device_mask[:v, :k].view(np.int32), host_mask[:v, :k].view(np.int32)], -1
+    )
+    effect = np.concatenate([effect, options.alive[..., None]], -1).astype(np.int64)
+    digest = (effect * _odd_weights(effect.shape[-1])).sum(-1)
+    same = digest[:, :, None] == digest[:, None, :]
+    same[:, ABSENT] = same[:, :, ABSENT] = False
+    earlier = same & np.tril(np.ones((k, k), bool), -1)[None] & options.valid[:, None, :]
+    valid = options.valid & ~earlier.any(-1)
+
+    units = np.zeros((cp, items), np.int32)
+    units[np.arange(c), objects.item[shared]] = objects.size[shared]
+
+    def padded(array: np.ndarray, shape: tuple[int, ...], fill: int = 0) -> np.ndarray:
+        out = np.full(shape, fill, array.dtype)
+        out[tuple(slice(0, n) for n in array.shape)] = array
+        return out
+
+    tables = Tables(
+        contributions,
+        device_mask,
+        host_mask,
+        units,
+        padded(objects.device[shared], (cp,)),
+        padded(objects.host[shared], (cp,)),
+        padded(objects.fixed_device[shared], (cp,)),
+        padded(objects.fixed_host[shared], (cp,)),
+        padded(needs.needs.reshape(d, -1), (dp, NUM_NEEDS * items)),
+        padded(needs.need_class, (dp, cp)),
+        padded(needs.hold_device, (dp, cp)),
+        padded(needs.hold_host, (dp, cp)),
+        padded(needs.late_class, (dp, cp)),
+        padded(needs.tail_class, (dp, pools), NO_CLASS),
+        padded(needs.image_class, (dp,), NO_CLASS),
+        used0,
+        state.capacity.units(),
+        state.capacity.page_granules(),
+        np.asarray([0, *(p.staging_pages for p in state.capacity.pools)], np.int32),
+    )
+    return tables, valid
+
+
+def _kept_and_acted(
+    options: OptionTable,
+    owner: np.ndarray,
+    bits: np.ndarray,
+    start: np.ndarray,
+    end: np.ndarray,
+    item: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns bool[E, K] whether the option keeps the object, int32[E, K] how many of its units it acts on."""
+    is_run = (item > 0)[:, None]
+    pool = np.maximum(item - 1, 0)
+    alive = options.alive[owner]
+    image_kept = (bits[:, None] & alive) != 0
+    image_acted = image_kept & ((bits[:, None] & alive & ~options.state_bits[owner]) == 0)
+    cover = options.cover[owner, :, pool]
+    first = options.kv_from[owner, :, pool]
+    run_kept = start[:, None] < cover
+    run_acted = np.clip(end[:, None] - np.maximum(start[:, None], first), 0, None)
+    kept = np.where(is_run, run_kept, image_kept)
+    acted = np.where(is_run, run_acted, image_acted)
+    return kept, np.where(kept, acted, 0).astype(np.int32)
+
+
+def _pack(bits: np.ndarray) -> np.ndarray:
+    """Returns uint32[..., C / 32], bit c of word c // 32 = bits[..., c]."""
+    return np.packbits(bits, axis=-1, bitorder="little").view("<u4").astype(np.uint32)
+
+
+def _odd_weights(n: int) -> np.ndarray:
+    """Returns int64[n] odd multipliers without linear relations among small counts (splitmix64)."""
+    z = np.arange(1, n + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((z ^ (z >> np.uint64(31))) | np.uint64(1)).view(np.int64)

@@ -1,0 +1,253 @@
+"""project: what a batch of targets does to occupancy, stage by stage (T-3, T-7, R-8, R-9).
+
+Owns: the joint post-state as arithmetic on the tables: Move or Fork, in place or copy, releases, restores,
+stage peaks. One function for numpy and jax.numpy; int32 and bits only, so every batch size, jit or not, gives
+the same bits. Owns no state, no geometry (`resolution` has the exact recipe) and no price.
+
+Letters: B targets, V victims, C classes, J items, N pools, R axes, W words, S stages.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import ModuleType
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ninfer_jax.planner.problem import (
+    D2H,
+    D2H_OPS,
+    DEVICE_COPIED,
+    DEVICE_LATE,
+    DEVICE_NOW,
+    FRESH,
+    GROWTH,
+    H2D,
+    H2D_OPS,
+    HOST_LATE,
+    HOST_NOW,
+    STATE_IS_FORK,
+    TAIL_D2D,
+    TAIL_H2D,
+    Problem,
+    Tables,
+)
+from ninfer_jax.planner.search_types import Assessment
+from ninfer_jax.planner.stages import NUM_STAGES, Changes, stage_peaks, stage_used
+from ninfer_jax.planner.target import ABSENT, KEEP, TargetBatch
+
+BATCH_BUCKETS: Final = (1, 32, 256, 1024)
+
+Array = Any  # numpy.ndarray or jax.Array, depending on `xp`
+
+
+def class_wants(xp: ModuleType, tables: Tables, codes: Array) -> tuple[Array, Array]:
+    """Returns bool[..., C] twice: does any holder outside the source need the class on Device, on Host.
+
+    Args:
+        codes: int32[..., V].
+    """
+    victims = np.arange(tables.device_mask.shape[0])
+    device = _or_reduce(xp, tables.device_mask[victims, codes])
+    host = _or_reduce(xp, tables.host_mask[victims, codes])
+    c = np.arange(tables.class_device.shape[0])
+    word, bit = c // 32, (c % 32).astype(np.uint32)
+    device = (device[..., word] >> bit) & np.uint32(1) != 0
+    host = (host[..., word] >> bit) & np.uint32(1) != 0
+    return device | tables.fixed_device, host | tables.fixed_host
+
+
+def class_fates(
+    xp: ModuleType, tables: Tables, candidate: Array, codes: Array
+) -> tuple[Array, Array, Array, Array, Array]:
+    """Returns the joint end of every class: on Device, on Host, needed by the sequence, tail copied, forked.
+
+    Args:
+        candidate: int32[...].
+        codes: int32[..., V].
+    Returns:
+        bool[..., C], bool[..., C], bool[..., C], bool[..., N, C] (the class is the tail page and is copied),
+        bool[..., C] (the class is the source image and is forked).
+    """
+    other_device, other_host = class_wants(xp, tables, codes)
+    others = other_device | other_host
+    c = np.arange(tables.class_device.shape[0], dtype=np.int32)
+    tail = tables.tail_class[candidate][..., None] == c
+    image = tables.image_class[candidate][..., None] == c
+    copied = tail & others[..., None, :]
+    forked = image & others
+    need = tables.need_class[candidate] | (tail & ~others[..., None, :]).any(-2) | (image & ~others)
+    on_device = other_device | tables.hold_device[candidate] | need
+    # nobody gains a second replica: a Host copy is made only when the Device replica goes
+    on_host = (other_host | tables.hold_host[candidate]) & (tables.class_host | ~on_device)
+    return on_device, on_host, need, copied, forked
+
+
+def project(xp: ModuleType, tables: Tables, candidate: Array, codes: Array) -> Array:
+    """Returns int32[..., X], the packed assessment of targets; `unpack` names the columns.
+
+    Args:
+        candidate: int32[...], index of the candidate.
+        codes: int32[..., V], padded with KEEP.
+    """
+    items = tables.class_units.shape[1]
+    victims = np.arange(tables.contributions.shape[0])
+    summed = tables.contributions[victims, codes].sum(-2).astype(xp.int32)
+
+    def group(index: int) -> Array:
+        return summed[..., index * items : (index + 1) * items]
+
+    row = tables.needs[candidate]
+
+    def needs(index: int) -> Array:
+        return row[..., index * items : (index + 1) * items]
+
+    on_device, on_host, need, copied, forked = class_fates(xp, tables, candidate, codes)
+    late = tables.late_class[candidate]
+    now_device, now_host = tables.class_device, tables.class_host
+    d2h = on_host & ~now_host
+    h2d = need & ~now_device
+    device_freed, host_freed = now_device & ~on_device, now_host & ~on_host
+    picked = xp.stack(
+        [
+            device_freed & ~d2h & ~late,
+            device_freed & d2h & ~late,
+            device_freed & late,
+            host_freed & ~late,
+            host_freed & late,
+            d2h,
+            h2d,
+        ],
+        -2,
+    ).astype(xp.int32)
+    ones = (tables.class_units > 0).astype(xp.int32)
+    units = (picked[..., None] * tables.class_units).sum(-2).astype(xp.int32)
+    ops = (picked[..., 5:, :, None] * ones).sum(-2).astype(xp.int32)
+
+    tail_page = copied.any(-2)  # [..., C]
+    own_copy = (tail_page | forked)[..., None] & (ones > 0)
+    dynamic_d2d = (own_copy & now_device[:, None]).sum(-2).astype(xp.int32)
+    dynamic_h2d = (own_copy & ~now_device[:, None]).sum(-2).astype(xp.int32)
+    d2d = needs(TAIL_D2D) + dynamic_d2d
+    tail_h2d = needs(TAIL_H2D) + dynamic_h2d
+    restored = needs(H2D) + units[..., 6, :]
+    changes = Changes(
+        device_now=group(DEVICE_NOW) + units[..., 0, :],
+        device_copied=group(DEVICE_COPIED) + units[..., 1, :],
+        device_late=needs(DEVICE_LATE) + units[..., 2, :],
+        host_now=group(HOST_NOW) + units[..., 3, :],
+        host_late=needs(HOST_LATE) + units[..., 4, :],
+        d2h=group(D2H) + units[..., 5, :],
+        h2d=restored,
+        fresh=d2d + tail_h2d + needs(FRESH),
+        growth=needs(GROWTH),
+        staging=tables.staging,
+    )
+    used = stage_used(xp, tables.used0, changes, tables.granules)
+    peak = stage_peaks(xp, used)
+    is_fork = (needs(STATE_IS_FORK)[..., :1] > 0) | forked.any(-1, keepdims=True)
+    degraded = ((codes != KEEP) & (codes != ABSENT)).sum(-1, keepdims=True)
+    flat = used.reshape((*used.shape[:-2], used.shape[-2] * used.shape[-1]))
+    parts = [
+        flat,
+        peak,
+        xp.maximum(peak - tables.capacity, 0),
+        changes.d2h,
+        group(D2H_OPS) + ops[..., 0, :],
+        restored + tail_h2d,
+        needs(H2D_OPS) + ops[..., 1, :] + tail_h2d,
+        d2d,
+        is_fork,
+        summed[..., -2:],
+        degraded,
+    ]
+    return xp.concatenate([p.astype(xp.int32) for p in parts], -1)
+
+
+def unpack(packed: np.ndarray, num_axes: int, num_items: int) -> Assessment:
+    """Returns the packed columns under their names; int32[B, X] -> Assessment."""
+    sizes = [(NUM_STAGES + 1) * num_axes, num_axes, num_axes, *[num_items] * 5, 1, 1, 1, 1]
+    cuts = np.cumsum(sizes)[:-1]
+    used, peak, residual, d2h, d2h_ops, h2d, h2d_ops, d2d, fork, evictions, drops, degraded = np.split(
+        packed, cuts, axis=-1
+    )
+    return Assessment(
+        used=used.reshape(len(packed), NUM_STAGES + 1, num_axes),
+        peak=peak,
+        residual=residual,
+        fits=~(residual > 0).any(-1),
+        d2h=d2h,
+        d2h_ops=d2h_ops,
+        h2d=h2d,
+        h2d_ops=h2d_ops,
+        d2d=d2d,
+        is_fork=fork[:, 0] > 0,
+        evictions=evictions[:, 0],
+        drops=drops[:, 0],
+        degraded=degraded[:, 0],
+    )
+
+
+@jax.jit
+def project_batch(tables: Tables, candidate: Array, codes: Array) -> jax.Array:
+    """Returns `project` vmapped over a batch and compiled; one trace per bucket of shapes."""
+    return jax.vmap(partial(project, jnp, tables))(candidate, codes)
+
+
+def assess_numpy(problem: Problem, targets: TargetBatch) -> Assessment:
+    """Returns the assessment computed by NumPy: the oracle of the compiled one, and a fallback."""
+    codes = _padded_codes(problem, targets)
+    packed = project(np, problem.tables, targets.candidate, codes)
+    return unpack(packed, problem.tables.used0.shape[0], problem.tables.class_units.shape[1])
+
+
+def assess(problem: Problem, targets: TargetBatch, tables: Tables | None = None) -> Assessment:
+    """Returns the assessment of B targets by the compiled projection, any B.
+
+    Args:
+        tables: the problem's tables already committed to the CPU device by the caller; None uses the NumPy
+            ones, which JAX uploads to its default device.
+    """
+    tables = problem.tables if tables is None else tables
+    codes = _padded_codes(problem, targets)
+    total, chunks, at = len(targets), [], 0
+    while at < total or not chunks:
+        size = next((b for b in BATCH_BUCKETS if b >= total - at), BATCH_BUCKETS[-1])
+        part = slice(at, min(at + size, total))
+        fill = size - (part.stop - part.start)
+        which = np.concatenate([targets.candidate[part], np.zeros(fill, np.int32)])
+        block = np.concatenate([codes[part], np.zeros((fill, codes.shape[1]), np.int32)])
+        chunks.append(np.asarray(project_batch(tables, which, block))[: size - fill])
+        at = part.stop
+        if total == 0:
+            break
+    packed = np.concatenate(chunks) if len(chunks) > 1 else chunks[0]
+    return unpack(packed, problem.tables.used0.shape[0], problem.tables.class_units.shape[1])
+
+
+def _padded_codes(problem: Problem, targets: TargetBatch) -> np.ndarray:
+    """Returns the codes padded to the tables' victims; pads are KEEP on rows that hold nothing."""
+    if targets.codes.shape[1] != problem.num_victims:
+        raise ValueError(
+            f"targets have {targets.codes.shape[1]} victims, this problem has {problem.num_victims}: "
+            "targets live only within one problem"
+        )
+    padded = np.zeros((len(targets), problem.tables.contributions.shape[0]), np.int32)
+    padded[:, : problem.num_victims] = targets.codes
+    return padded
+
+
+def _or_reduce(xp: ModuleType, words: Array) -> Array:
+    """Returns the bitwise OR over the victim axis: uint32[..., V, W] -> uint32[..., W]."""
+    if xp is np:
+        return np.bitwise_or.reduce(words, axis=-2)
+    return lax.reduce(words, np.uint32(0), lax.bitwise_or, (words.ndim - 2,))
+
+
+def num_columns(num_axes: int, num_items: int) -> int:
+    """Returns X, the packed width."""
+    return (NUM_STAGES + 3) * num_axes + 5 * num_items + 4
