@@ -173,7 +173,7 @@ class Worker:
             return True
 
     def _sleep(self) -> None:
-        """Waits for a message: whatever waits or runs gives ``step`` something to do, so only mail can be next."""
+        """Waits for mail; whatever waits or runs would have given ``step`` something to do."""
         self._mail.append(self._inbox.get())
 
     # -- mail ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Engines without a model: the real frontend, worker and program over the model-free executor, on a fake clock."""
+"""Engines without a model: real frontend, worker and program over the model-free executor, fake clock."""
 
 from __future__ import annotations
 

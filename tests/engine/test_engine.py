@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ninfer_jax.errors import EngineClosedError, OptionError, PromptError, RequestError, RequestErrorKind
-from ninfer_jax.results import Finished, GenerationStart, TextDelta
+from ninfer_jax.results import Finished, GenerationStart, TextDelta, Usage
 from ninfer_jax.sampling_params import SamplingParams
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
@@ -26,7 +26,7 @@ def test_one_request_from_submission_to_its_result(kit):
     result = handle.result()
     assert list(result.token_ids) == kit.solo(engine, PROMPT, params())
     assert (result.finish_reason, result.stop_detail) == ("length", None)
-    assert (result.usage.prompt_tokens, result.usage.completion_tokens, result.usage.cached_tokens) == (20, 5, 0)
+    assert result.usage == Usage(prompt_tokens=20, completion_tokens=5, cached_tokens=0)
     assert result.usage.total_tokens == 25
     assert (result.materialization.source, result.materialization.reused_tokens) == ("root", 0)
     assert result.logprobs is None
@@ -49,7 +49,8 @@ def test_states_in_order(kit):
 @pytest.mark.smoke
 def test_batched_rows_equal_their_solo_runs(kit):
     engine = kit.engine(max_concurrency=4)
-    requests = [(PROMPT[:length], params(tokens)) for length, tokens in ((20, 3), (7, 9), (1, 6), (16, 1), (5, 12))]
+    shapes = ((20, 3), (7, 9), (1, 6), (16, 1), (5, 12))
+    requests = [(PROMPT[:length], params(tokens)) for length, tokens in shapes]
     handles = [engine.submit(prompt, sampling=sampling) for prompt, sampling in requests]
     results = [handle.result() for handle in handles]
     for (prompt, sampling), result in zip(requests, results, strict=True):
@@ -116,8 +117,8 @@ def test_prompts_longer_than_the_context_are_refused_at_the_door(kit):
     # Q-7: request-local, nothing queued, the place comes back
     engine = kit.engine(max_context=64)
     for length in (64, 65, 200):
-        with pytest.raises(RequestError, match=f"the prompt has {length} tokens.*max_context = 64") as
-        refused:
+        message = f"the prompt has {length} tokens.*max_context = 64"
+        with pytest.raises(RequestError, match=message) as refused:
             engine.submit([1] * length)
         assert refused.value.kind is RequestErrorKind.CONTEXT_LENGTH_EXCEEDED
     assert engine.stats()["outstanding"] == 0
@@ -305,8 +306,8 @@ def test_streaming_equals_not_streaming(kit):
 def test_stop_strings_end_text_and_never_show(kit):
     engine = kit.engine(text=True)
     whole = engine.generate("start", params(120))
-    position = next(i for i in range(20, 100) if whole.text[i : i + 2].isascii() and whole.text[i : i + 2].isalnum())
-    stop = whole.text[position : position + 2]
+    pairs = (whole.text[i : i + 2] for i in range(20, 100))
+    stop = next(pair for pair in pairs if pair.isascii() and pair.isalnum())
     events = list(engine.stream("start", sampling=params(120, stop=stop)))
     kit.assert_well_formed(events)
     result = events[-1].result
@@ -339,10 +340,12 @@ def test_logprobs_align_with_tokens(kit):
     )
     result = rich.result()
     assert [entry.token_id for entry in result.logprobs] == list(result.token_ids)
-    assert all(entry.logprob == -1.0 and entry.top == ((0, -1.0), (1, -1.0), (2, -1.0)) for entry in result.logprobs)
+    assert {entry.logprob for entry in result.logprobs} == {-1.0}
+    assert {entry.top for entry in result.logprobs} == {((0, -1.0), (1, -1.0), (2, -1.0))}
     assert plain.result().logprobs is None
-    deltas = [event for event in engine.stream([2], sampling=params(3, logprobs=0)) if isinstance(event, TextDelta)]
-    assert [delta.logprobs[0].token_id for delta in deltas] == [token for delta in deltas for token in delta.token_ids]
+    events = engine.stream([2], sampling=params(3, logprobs=0))
+    deltas = [event for event in events if isinstance(event, TextDelta)]
+    assert [delta.logprobs[0].token_id for delta in deltas] == [delta.token_ids[0] for delta in deltas]
     assert deltas[0].logprobs[0].top == ()
 
 
@@ -387,8 +390,8 @@ def test_generate_lets_go_of_everything_when_one_prompt_is_refused(kit):
         (lambda e: e.submit([1, "a"]), PromptError, r"prompt: got list of length 2"),
         (lambda e: e.submit([1, 99]), PromptError, r"99"),
         (lambda e: e.submit("text"), PromptError, r"no tokenizer"),
-        (lambda e: e.submit([{"role": "user", "content": "hi"}]), PromptError, r"no tokenizer|no chat
-        template"), (lambda e: e.submit([1], tools=[]), OptionError, r"tools belongs to messages"),
+        (lambda e: e.submit([{"role": "user", "content": "hi"}]), PromptError, r"no tokenizer"),
+        (lambda e: e.submit([1], tools=[]), OptionError, r"tools belongs to messages"),
         (lambda e: e.submit([1], sampling={"max_tokens": 3}), OptionError, r"sampling: got dict"),
         (lambda e: e.submit([1], sampling=SamplingParams(top_p=2)), OptionError, r"top_p: got 2"),
         (lambda e: e.submit([1], sampling=SamplingParams(logit_bias={70: 1.0})), OptionError, r"logit_bias"),
@@ -396,8 +399,12 @@ def test_generate_lets_go_of_everything_when_one_prompt_is_refused(kit):
         (lambda e: e.submit([1], session=""), OptionError, r"session: got 0 bytes, expected 1\.\.256"),
         (lambda e: e.submit([1], session="x" * 257), OptionError, r"session: got 257 bytes"),
         (lambda e: e.submit([1], retention="live_session"), OptionError, r"'live_session' without a session"),
-        (lambda e: e.submit([1], cache="on"), OptionError, r"cache: got 'on', expected one of 'read_write',
-        'disabled'"), (lambda e: e.submit([1], colour="red"), TypeError, r"colour"),
+        (
+            lambda e: e.submit([1], cache="on"),
+            OptionError,
+            r"cache: got 'on', expected one of 'read_",
+        ),
+        (lambda e: e.submit([1], colour="red"), TypeError, r"colour"),
         (lambda e: e.chat("hello"), OptionError, r"chat: got str"),
         (lambda e: e.generate(5), PromptError, r"prompts: got int"),
     ],

@@ -7,6 +7,8 @@ import logging
 import pytest
 
 from ninfer_jax.errors import EngineClosedError, InvariantError, RequestError, RequestErrorKind
+from ninfer_jax.frontend.output import OutputSession
+from ninfer_jax.handle import Response
 from ninfer_jax.results import TextDelta
 from ninfer_jax.sampling_params import SamplingParams
 
@@ -86,29 +88,31 @@ def test_the_order_of_a_commit(kit, monkeypatch):
         original = getattr(program, name)
         monkeypatch.setattr(program, name, lambda *args, n=name, f=original: (order.append(n), f(*args))[1])
     handle = engine.submit([1], sampling=params(2))
-    response = handle._response
-    publish, finish, preview = response.publish, response.finish, None
-    monkeypatch.setattr(type(response), "publish", lambda self, events: (order.append("publish"),
-    publish(events))[1]) monkeypatch.setattr(type(response), "finish", lambda self, result:
-    (order.append("finish"), finish(result))[1]) session_type =
-    type(engine._parts.frontend.open_output(_prepared(engine), max_tokens=1)) preview = session_type.preview
-    monkeypatch.setattr(session_type, "preview", lambda self, t: (order.append("preview"), preview(self,
-    t))[1]) kit.drain(engine)
+    for name, owner in (("publish", Response), ("finish", Response), ("preview", OutputSession)):
+        original = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda self, value, n=name, f=original: (order.append(n), f(self, value))[1]
+        )
+    kit.drain(engine)
     assert order == [
         "publish",  # the start
         *("preview", "commit", "publish"),
         *("preview", "commit", "terminate", "discard", "publish", "finish"),
     ]
-
-
-def _prepared(engine):
-    return engine._parts.frontend.prepare_tokens([1])
+    assert handle.done()
 
 
 @pytest.mark.parametrize(
     ("step", "nth"),
-    [("set_lane", 1), ("set_lane", 2), ("prefill", 1), ("prefill", 2), ("draw_from_tail", 1), ("decode", 1),
-    ("decode", 3)],
+    [
+        ("set_lane", 1),
+        ("set_lane", 2),
+        ("prefill", 1),
+        ("prefill", 2),
+        ("draw_from_tail", 1),
+        ("decode", 1),
+        ("decode", 3),
+    ],
 )
 def test_a_device_fault_fails_what_it_touched_and_keeps_the_queue(kit, step, nth):
     # Q-7: device work and cache cleared, affected requests fail, the untouched queue goes on
@@ -152,8 +156,7 @@ def test_a_fault_while_assessing_fails_the_head_alone(kit, monkeypatch):
 def test_a_fault_in_the_frontend_is_no_cache_miss_and_no_hang(kit, monkeypatch):
     engine = kit.engine()
     handle = engine.submit(PROMPT, sampling=params())
-    session_type = type(engine._parts.frontend.open_output(_prepared(engine), max_tokens=1))
-    monkeypatch.setattr(session_type, "preview", lambda self, tokens: 1 / 0)
+    monkeypatch.setattr(OutputSession, "preview", lambda self, tokens: 1 / 0)
     with pytest.raises(RequestError, match="ZeroDivisionError"):
         handle.result()
     kit.assert_quiet(engine)
@@ -228,33 +231,33 @@ def test_a_reset_that_fails_latches(kit, monkeypatch):
         engine.submit(PROMPT)
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("nth", range(1, 12))
-def test_wherever_a_call_into_the_program_fails_every_request_ends(kit, monkeypatch, nth):
+def test_wherever_a_call_into_the_program_fails_every_request_ends(kit, monkeypatch, nth, when):
     """Fails the n-th call of any kind, before or after it had its effect, on a full small load."""
-    for when in ("before", "after"):
-        engine = kit.engine(max_concurrency=2)
-        program, calls = engine._parts.program, 0
-        for name in ("assess", "activate", "prefill", "decode", "commit", "terminate", "discard"):
-            original = getattr(program, name)
+    engine = kit.engine(max_concurrency=2)
+    program, calls = engine._parts.program, 0
+    for name in ("assess", "activate", "prefill", "decode", "commit", "terminate", "discard"):
+        original = getattr(program, name)
 
-            def call(*args, original=original):
-                nonlocal calls
-                calls += 1
-                if calls == nth and when == "before":
-                    raise RuntimeError("broke")
-                value = original(*args)
-                if calls == nth:
-                    raise RuntimeError("broke")
-                return value
+        def call(*args, original=original):
+            nonlocal calls
+            calls += 1
+            if calls == nth and when == "before":
+                raise RuntimeError("broke")
+            value = original(*args)
+            if calls == nth:
+                raise RuntimeError("broke")
+            return value
 
-            monkeypatch.setattr(program, name, call)
-        handles = [engine.submit([token] * 20, sampling=params(3)) for token in (1, 2, 3)]
-        kit.drain(engine)
-        assert all(handle.done() for handle in handles)
-        good = [h for h in handles if h._response._error is None]
-        assert len(good) >= 1 and engine.stats()["failure"] is None
-        for handle in handles:
-            handle.close()
-        kit.drain(engine)
-        assert engine.stats()["outstanding"] == 0
-        kit.assert_quiet(engine)
+        monkeypatch.setattr(program, name, call)
+    handles = [engine.submit([token] * 20, sampling=params(3)) for token in (1, 2, 3)]
+    kit.drain(engine)
+    assert all(handle.done() for handle in handles)
+    good = [h for h in handles if h._response._error is None]
+    assert len(good) >= 1 and engine.stats()["failure"] is None
+    for handle in handles:
+        handle.close()
+    kit.drain(engine)
+    assert engine.stats()["outstanding"] == 0
+    kit.assert_quiet(engine)

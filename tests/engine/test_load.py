@@ -1,4 +1,4 @@
-"""Five hundred requests of every fate: each ends once, in one finite state, and nothing is left behind (Q-1, Q-6)."""
+"""Five hundred requests of every fate: each ends once, in one state, and nothing is left behind (Q-1, Q-6)."""
 
 from __future__ import annotations
 
@@ -49,15 +49,8 @@ def test_random_load_on_a_fake_clock(kit, fake_clock, seed):
         pages=5,  # of 8 that four longest requests would want: heads block
         pending_timeout_s=20,
     )
-    states = {
-        "stop": 0,
-        "length": 0,
-        "cancelled": 0,
-        "timeout": 0,
-        "queue_timeout": 0,
-        "overloaded": 0,
-        "abandoned": 0,
-    }
+    fates = ("stop", "length", "cancelled", "timeout", "queue_timeout", "overloaded", "abandoned")
+    states = dict.fromkeys(fates, 0)
     live, submitted = [], 0
     while submitted < 500 or live:
         if submitted < 500 and rng.random() < 0.35:
