@@ -155,4 +155,4 @@ def _ends_in_reasoning(tokens: np.ndarray, tokenizer: TextTokenizer) -> bool:
     closing = {tokenizer.token_id(THINK_CLOSE_TEXT), tokenizer.token_id("<|im_end|>")}
     opened = np.flatnonzero(tokens == opening)
     closed = np.flatnonzero(np.isin(tokens, [token for token in closing if token is not None]))
-    return bool(opened.size) and (not closed.size or opened[-1] > closed[-1])
+    return bool(opened.size) and bool(not closed.size or opened[-1] > closed[-1])
