@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 THINK_OPEN_TEXT = "<think>"
 THINK_CLOSE_TEXT = "</think>"
 THINK_OPEN = "\udc01"
 THINK_CLOSE = "\udc02"
+MARKER_CHARACTERS = THINK_OPEN + THINK_CLOSE
 
 Channel = Literal["content", "reasoning"]
 
@@ -32,9 +33,11 @@ class Mode(enum.Enum):
     CONTENT = "content"
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """A piece of an answer that no later token can change."""
+class Delta(NamedTuple):
+    """A piece of an answer that no later token can change.
+
+    A tuple, because one is made per row and decode step, and a frozen dataclass takes four times as long.
+    """
 
     channel: Channel
     text: str
@@ -58,6 +61,8 @@ def split_channels(state: ChannelState, text: str, *, final: bool) -> tuple[tupl
         text: the next characters of the answer, marker tokens as their surrogates.
         final: nothing more will come, so nothing is held.
     """
+    if state.mode is Mode.CONTENT and THINK_OPEN not in text and THINK_CLOSE not in text:
+        return ((Delta("content", text),) if text else ()), state  # nearly every token of every answer
     mode, rest = state.mode, state.held + text
     out: list[Delta] = []
     while True:

@@ -7,12 +7,13 @@ returns the session after them, so that a batch that is aborted leaves nothing t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ninfer_jax.errors import InvariantError, OptionError
 from ninfer_jax.frontend.channels import (
+    MARKER_CHARACTERS,
     THINK_CLOSE,
     THINK_CLOSE_TEXT,
     THINK_OPEN,
@@ -38,13 +39,12 @@ class OutputRules:
     min_tokens: int  # the first so many tokens never end the answer
     max_tokens: int
     include_stop: bool  # whether the stop itself is part of the text
-    silent_ids: frozenset[int]  # special tokens that leave no text
-    markers: dict[int, str]  # thinking markers by id -> the character that stands for them
+    wordless_ids: frozenset[int]  # markers, and special tokens that leave no text
+    markers: Mapping[int, str]  # thinking markers by id -> the character that stands for them
     splits_channels: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Preview:
+class Preview(NamedTuple):
     """What accepting tokens means. Nothing has happened until the caller keeps ``next``."""
 
     accepted: int  # 1..len(tokens); fewer when the answer ends inside the batch
@@ -106,15 +106,16 @@ class OutputSession:
                 break
             if tokenizer is not None:
                 before, waiting = canonical, pending
-                text, pending = _token_text(rules, tokenizer, token, pending)
+                if token in rules.wordless_ids:
+                    text, pending = _wordless_text(rules, token, pending)
+                else:
+                    text, pending = decode_bytes(pending, tokenizer.piece(token))
                 if not text and pending == waiting:
                     broken = True
                 if broken or pending:
                     canonical = None
-                elif text.isspace():
-                    pass
-                else:
-                    canonical = None if text[-1].isspace() or text[-1] in rules.markers.values() else count
+                elif not text.isspace():
+                    canonical = None if text[-1].isspace() or text[-1] in MARKER_CHARACTERS else count
                 if stops is None or not may_end:
                     released += text
                 else:
@@ -191,6 +192,7 @@ def make_output_rules(
             token = tokenizer.token_id(text)
             if token is not None:
                 markers[token] = character
+    silent_ids = tokenizer.special_ids if tokenizer is not None and skip_special_tokens else frozenset()
     aliases = {THINK_OPEN_TEXT: THINK_OPEN, THINK_CLOSE_TEXT: THINK_CLOSE} if markers else {}
     stops = make_stop_strings(stop, aliases)
     if stops is not None and tokenizer is None:
@@ -202,7 +204,7 @@ def make_output_rules(
         min_tokens=min_tokens,
         max_tokens=max_tokens,
         include_stop=include_stop,
-        silent_ids=tokenizer.special_ids if tokenizer is not None and skip_special_tokens else frozenset(),
+        wordless_ids=silent_ids | markers.keys(),
         markers=markers,
         splits_channels=splits_channels,
     )
@@ -218,16 +220,12 @@ def open_output_session(rules: OutputRules, *, starts_in_reasoning: bool = False
     return OutputSession(rules, ChannelState(Mode.REASONING_FRESH if starts_in_reasoning else Mode.START))
 
 
-def _token_text(
-    rules: OutputRules, tokenizer: TextTokenizer, token: int, pending: bytes
-) -> tuple[str, bytes]:
-    """The characters that one token completes, and the bytes that still wait."""
+def _wordless_text(rules: OutputRules, token: int, pending: bytes) -> tuple[str, bytes]:
+    """What a marker becomes, ending any half character before it; other such tokens leave nothing."""
     marker = rules.markers.get(token)
-    if marker is not None:
-        return pending.decode("utf-8", "replace") + marker, b""
-    if token in rules.silent_ids:
+    if marker is None:
         return "", pending
-    return decode_bytes(pending, tokenizer.piece(token))
+    return pending.decode("utf-8", "replace") + marker, b""
 
 
 def _channels(

@@ -47,11 +47,15 @@ class StopStrings:
         The text must hold no complete stop.
         """
         size = len(text)
-        for start in range(max(0, size - self.longest_chars + 1), size):
+        window = text[-(self.longest_chars - 1) :] if self.longest_chars > 1 else ""
+        if self.first_characters.isdisjoint(window):
+            return size
+        for start in range(size - len(window), size):
             if text[start] in self.first_characters:
                 tail = text[start:]
-                if any(spelling.startswith(tail) for spelling, _ in self.spellings):
-                    return start
+                for spelling, _ in self.spellings:
+                    if spelling.startswith(tail):
+                        return start
         return size
 
 
