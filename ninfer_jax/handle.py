@@ -11,16 +11,39 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from ninfer_jax.errors import InvariantError, RequestError
 from ninfer_jax.inbox import Abandon, Cancel
 from ninfer_jax.request import RequestId
-from ninfer_jax.results import Event, Finished, GenerationResult
+from ninfer_jax.results import Event, Finished, GenerationResult, TextDelta, TokenLogprobs
 
 if TYPE_CHECKING:
+    from ninfer_jax.frontend.output import Delta
     from ninfer_jax.inbox import Inbox
     from ninfer_jax.outstanding import OutstandingSlot
+
+
+class CommittedToken(NamedTuple):
+    """One row of a commit as the worker has it; its events are built by the thread that reads them."""
+
+    token: int
+    deltas: tuple[Delta, ...]
+    logprobs: TokenLogprobs | None
+
+    def events(self) -> tuple[TextDelta, ...]:
+        """Returns a delta for each piece of text, the last one with the token; at least one."""
+        logprobs = None if self.logprobs is None else (self.logprobs,)
+        if not self.deltas:
+            return (TextDelta("", "content", (self.token,), logprobs),)
+        *head, last = self.deltas
+        return (
+            *(TextDelta(delta.text, delta.channel, (), None) for delta in head),
+            TextDelta(last.text, last.channel, (self.token,), logprobs),
+        )
+
+
+Batch: TypeAlias = tuple[Event, ...] | CommittedToken
 
 
 class Response:
@@ -46,9 +69,7 @@ class Response:
         self.request_id = request_id
         self.slot = slot
         self.cancel_requested = False  # set by consumers, read by the worker at boundaries
-        self._events: queue.SimpleQueue[tuple[Event, ...]] | None = (
-            queue.SimpleQueue() if wants_events else None
-        )
+        self._events: queue.SimpleQueue[Batch] | None = queue.SimpleQueue() if wants_events else None
         self._done = threading.Event()
         self._result: GenerationResult | None = None
         self._error: RequestError | None = None
@@ -64,10 +85,10 @@ class Response:
         """Whether the end is visible."""
         return self._done.is_set()
 
-    def publish(self, events: tuple[Event, ...]) -> None:
+    def publish(self, batch: Batch) -> None:
         """Makes committed output visible; one queue operation whatever the number of events."""
         if self._events is not None:
-            self._events.put(events)
+            self._events.put(batch)
 
     def finish(self, result: GenerationResult) -> None:
         """Ends the answer with its result."""
@@ -110,7 +131,8 @@ class Response:
         """Returns the next batch, waiting for it; the empty batch is the end of a failed answer."""
         if self._events is None:
             raise InvariantError(f"request {self.request_id} was submitted without events")
-        return self._events.get()
+        batch = self._events.get()
+        return batch.events() if isinstance(batch, CommittedToken) else batch
 
     def has_events(self) -> bool:
         """Whether a batch is ready."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ninfer_jax.counters import Counters
 from ninfer_jax.errors import ContractError, InvariantError, RequestError, RequestErrorKind, StaleHandleError
+from ninfer_jax.handle import CommittedToken
 from ninfer_jax.inbox import Abandon, Ask, Cancel, Close, Inbox, Message, Submit
 from ninfer_jax.job import Job
 from ninfer_jax.request import AdmissionStatus, RequestId, RequestState, SequenceHandle
@@ -328,7 +329,9 @@ class Worker:
             None if job.response.cancel_requested else job.output.preview((token,))
             for job, token in zip(jobs, tokens, strict=True)
         ]
-        self._program.commit(pending, [0 if preview is None else preview.accepted for preview in previews])
+        accepted = [0 if preview is None else preview.accepted for preview in previews]
+        self._program.commit(pending, accepted)
+        self._counters.completion_tokens += sum(accepted)
         for job, preview in zip(jobs, previews, strict=True):
             if preview is None or preview.finish_reason is not None:
                 self._release_lane(job)
@@ -336,7 +339,6 @@ class Worker:
             if preview is None:
                 self._close_answer(job, "cancelled", None, now_ns)
                 continue
-            self._counters.completion_tokens += 1
             if job.first_token_ns is None:
                 job.first_token_ns = now_ns
             job.token_ids.append(token)
@@ -345,24 +347,11 @@ class Worker:
                 drawn = logprobs_of(logprobs, row, token, job.work.sampling.num_logprobs)
                 job.logprobs.append(drawn)
             job.output = preview.next
-            self._publish(job, preview, token, drawn)
+            job.take_text(preview.deltas)
+            job.response.publish(CommittedToken(token, preview.deltas, drawn))
             if preview.finish_reason is not None:
                 self._close_answer(job, preview.finish_reason, preview.stop_detail, now_ns)
         return now_ns
-
-    def _publish(self, job: Job, preview: Preview, token: int, drawn: TokenLogprobs | None) -> None:
-        deltas = preview.deltas
-        job.take_text(deltas)
-        if not job.response.wants_events:
-            return
-        logprobs = None if drawn is None else (drawn,)
-        if len(deltas) <= 1:
-            text, channel = (deltas[0].text, deltas[0].channel) if deltas else ("", "content")
-            job.response.publish((TextDelta(text, channel, (token,), logprobs),))
-            return
-        head = tuple(TextDelta(delta.text, delta.channel, (), None) for delta in deltas[:-1])
-        last = TextDelta(deltas[-1].text, deltas[-1].channel, (token,), logprobs)
-        job.response.publish((*head, last))
 
     # -- the end of one request ------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Five hundred requests of every fate: each ends once, in one state, and nothing is left behind (Q-1, Q-6)."""
+"""Five hundred requests of every fate: each ends once, in one state, and leaves nothing behind (Q-1, Q-6)."""
 
 from __future__ import annotations
 
