@@ -107,6 +107,18 @@ def release(arena: HostArena, intervals: Iterable[tuple[int, int]]) -> HostArena
     return HostArena(arena.size, tuple(merged))
 
 
+def take_intervals(arena: HostArena, intervals: Iterable[tuple[int, int]]) -> HostArena:
+    """Returns the arena after taking exactly these free `intervals` (chosen by an earlier `place`)."""
+    taken, at = list(intervals), 0
+    for start, length in arena.free:
+        if start > at:
+            taken.append((at, start - at))
+        at = start + length
+    if at < arena.size:
+        taken.append((at, arena.size - at))
+    return make_arena(arena.size, taken)
+
+
 def place(
     arena: HostArena, releases: Iterable[tuple[int, int]], allocations: Sequence[int]
 ) -> Placed | Blocked:

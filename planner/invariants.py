@@ -119,6 +119,9 @@ def _check_runs(state: PhysicalState) -> None:
             extent = set(range(start, start + pages * int(granules[pool])))
             _need(not extent & taken, f"K-7: run {r} overlaps another extent at {sorted(extent & taken)[:3]}")
             taken |= extent
+        dormant = [o for o in holders if state.owner_kind[o] != OwnerKind.ACTIVE]
+        if state.run_host_start[r] != NO_EXTENT and not dormant and not state.run_pins[r]:
+            raise ValueError(f"run {r} is held by active owners {holders} only, but has a Host replica")
         writer = int(state.run_writer[r])
         if writer != NO_OWNER:
             _need(holders == [writer], f"K-4: run {r} is written by {writer} but held by {holders}")

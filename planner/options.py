@@ -5,7 +5,7 @@ resource effect: `problem` turns parameters into tables.
 
 An option says which checkpoints stay alive and what happens to the replicas of what they need:
 
-    alive       bit i = the owner's i-th checkpoint, shallowest first; coverage ends with the deepest alive one
+    alive       bit i = the owner's i-th checkpoint, shallowest first; coverage is the deepest alive one's
     state       action on the images that only checkpoints of `state_bits` refer to
     kv          action on the pages from `kv_from` on (per pool)
 

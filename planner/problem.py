@@ -24,14 +24,15 @@ Letters: V victims, K options, C classes, D candidates, J items, N pools, R axes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Final
 
 import jax
 import numpy as np
 
 from ninfer_jax.planner.candidate import Candidate, Disposition
-from ninfer_jax.planner.capacity import DEVICE_PAGES, DEVICE_STATE, ceil_div
+from ninfer_jax.planner.capacity import DEVICE_PAGES, DEVICE_STATE
 from ninfer_jax.planner.ids import (
     NO_CLASS,
     NO_EXTENT,
@@ -39,7 +40,6 @@ from ninfer_jax.planner.ids import (
     NO_OWNER,
     NO_POOL,
     NO_SLOT,
-    OwnerId,
     OwnerKind,
 )
 from ninfer_jax.planner.lineage import surviving_checkpoints
@@ -51,7 +51,7 @@ from ninfer_jax.planner.options import (
     make_templates,
     survivors_of,
 )
-from ninfer_jax.planner.state import PhysicalState, checkpoints_of, eligible, used
+from ninfer_jax.planner.state import PhysicalState, eligible, used
 from ninfer_jax.planner.target import ABSENT, EVICT, KEEP, TargetBatch, make_targets
 
 # column groups of `contributions`; each is J wide, then two counters follow
@@ -122,6 +122,40 @@ class Objects:
     class_of: np.ndarray  # int32[X], class row or NO_CLASS
 
 
+class TailRule(IntEnum):
+    """What happens to the partial tail page of one pool when the sequence starts to write (S-2, K-4)."""
+
+    NONE = 0  # aligned, or nothing reused
+    IN_PLACE = 1  # consumed and nobody else's: the sequence goes on writing
+    COPY = 2  # somebody keeps it: one page is copied (partial-tail COW)
+    BY_OTHERS = 3  # consumed; COPY iff another holder survives in the target
+
+
+class ImageRule(IntEnum):
+    """How the sequence gets its state image (S-3)."""
+
+    NEW = 0  # root
+    MOVE = 1
+    FORK = 2
+    BY_OTHERS = 3  # FORK iff another holder survives in the target
+
+
+@dataclass(frozen=True, eq=False)
+class SourceView:
+    """What one candidate's source keeps, hands over and leaves to others. Letter M: objects of the source."""
+
+    owner: int
+    consume: bool
+    obj: np.ndarray  # int32[M]
+    need: np.ndarray  # bool[M], used by the sequence on Device
+    hold_device: np.ndarray  # bool[M], the source's survivors keep it there
+    hold_host: np.ndarray  # bool[M]
+    tail_obj: tuple[int, ...]  # partial tail page of each pool, or -1
+    tail_rule: tuple[TailRule, ...]
+    image_obj: int
+    image_rule: ImageRule
+
+
 @dataclass(frozen=True, eq=False)
 class Problem:
     """Everything one planning round needs. Immutable; valid for `state.revision` only (G-12)."""
@@ -131,6 +165,7 @@ class Problem:
     victims: np.ndarray  # int32[V], owner row of each victim row
     checkpoints: np.ndarray  # int32[Q], every live checkpoint row
     source_victim: np.ndarray  # int32[D], victim row of the source, or -1
+    sources: tuple[SourceView, ...]
     options: OptionTable
     entries: Entries
     objects: Objects
@@ -186,23 +221,15 @@ def make_problem(
         state, victims, counts, rank, make_templates(per_owner, max_options), deficits, entries, objects
     )
     tables, valid = _make_tables(state, victims, counts, options, entries, objects, needs, used0)
-    options = OptionTable(
-        options.templates,
-        options.alive,
-        options.state_action,
-        options.state_bits,
-        options.kv_action,
-        options.kv_from,
-        options.cover,
-        valid,
-    )
-    source_victim = np.asarray([victim_of[o] if o >= 0 else -1 for o in sources], np.int32)
+    options = replace(options, valid=valid)
+    source_victim = np.asarray([victim_of[s.owner] if s.owner >= 0 else -1 for s in sources], np.int32)
     return Problem(
         state,
         tuple(candidates),
         victims,
         np.flatnonzero(state.checkpoint_owner != NO_OWNER).astype(np.int32),
         source_victim,
+        sources,
         options,
         entries,
         objects,
@@ -331,8 +358,8 @@ def _make_candidates(
     entries: Entries,
     objects: Objects,
     used0: np.ndarray,
-) -> tuple[list[int], _Needs, np.ndarray]:
-    """Returns the source owner of each candidate (-1 root), its needs, and int32[D, R] identity deficits."""
+) -> tuple[tuple[SourceView, ...], _Needs, np.ndarray]:
+    """Returns the view of each source, the candidates' needs, and int32[D, R] identity deficits."""
     pools = state.capacity.num_pools
     items, num_classes, d = 1 + pools, int((objects.class_of >= 0).sum()), len(candidates)
     out = _Needs(
@@ -344,42 +371,53 @@ def _make_candidates(
         np.full((d, pools), NO_CLASS, np.int32),
         np.full(d, NO_CLASS, np.int32),
     )
-    sources: list[int] = []
+    views: list[SourceView] = []
+    page = state.capacity.page_tokens
     for i, candidate in enumerate(candidates):
-        if len(candidate.request.capacity_tokens) != pools:
-            raise ValueError(
-                f"candidate {i} asks for {len(candidate.request.capacity_tokens)} pools, the state has {pools}"
-            )
-        sources.append(_fill_candidate(state, candidate, may_go, entries, objects, out, i))
-    deficits = np.tile(used0, (d, 1)).astype(np.int64)
+        tokens = candidate.request.capacity_tokens
+        if len(tokens) != pools:
+            raise ValueError(f"candidate {i} asks for {len(tokens)} pools, the state has {pools}")
+        total = -(-np.asarray(tokens) // page)
+        if candidate.checkpoint is None:
+            views.append(_root_view(pools))
+            out.needs[i, FRESH, 0] = 1
+            out.needs[i, GROWTH, 1:] = total
+            continue
+        view = _source_view(state, i, candidate, may_go, entries, objects)
+        base = state.checkpoint_kv_tokens[candidate.checkpoint]
+        out.needs[i, GROWTH, 1:] = np.maximum(total - -(-base // page), 0)
+        _fill_needs(objects, out, i, view)
+        views.append(view)
+    shared = objects.class_of >= 0
     device = out.needs[:, [H2D, TAIL_H2D, TAIL_D2D, FRESH, GROWTH]].sum(1) - out.needs[:, DEVICE_LATE]
-    restored = out.need_class & ~objects.device[objects.class_of >= 0]
+    restored = out.need_class & ~objects.device[shared]
     for item in range(items):
-        of_item = objects.item[objects.class_of >= 0] == item
-        device[:, item] += (restored * (objects.size[objects.class_of >= 0] * of_item)).sum(1)
-    deficits[:, DEVICE_STATE] += device[:, 0]
-    deficits[:, DEVICE_PAGES:] += device[:, 1:]
-    deficits = np.maximum(deficits - state.capacity.units(), 0)
-    return sources, out, deficits.astype(np.int32)
+        device[:, item] += (restored * (objects.size[shared] * (objects.item[shared] == item))).sum(1)
+    missing = np.tile(used0, (d, 1)) - state.capacity.units()
+    missing[:, DEVICE_STATE] += device[:, 0]
+    missing[:, DEVICE_PAGES:] += device[:, 1:]
+    return tuple(views), out, np.maximum(missing, 0).astype(np.int32)
 
 
-def _fill_candidate(
+def _root_view(pools: int) -> SourceView:
+    nothing = np.zeros(0, np.int32)
+    none = np.zeros(0, bool)
+    return SourceView(
+        NO_OWNER, False, nothing, none, none, none, (-1,) * pools, (TailRule.NONE,) * pools, -1, ImageRule.NEW
+    )
+
+
+def _source_view(
     state: PhysicalState,
+    i: int,
     candidate: Candidate,
     may_go: np.ndarray,
     entries: Entries,
     objects: Objects,
-    out: _Needs,
-    i: int,
-) -> int:
-    """Writes candidate i's needs and returns its source owner."""
+) -> SourceView:
+    """Returns what candidate i's source keeps, hands over and leaves to others (R-9, S-3, N-9)."""
+    assert candidate.checkpoint is not None
     page, pools = state.capacity.page_tokens, state.capacity.num_pools
-    total_pages = [ceil_div(t, page) for t in candidate.request.capacity_tokens]
-    row = out.needs[i]
-    if candidate.checkpoint is None:
-        row[FRESH, 0] = 1
-        row[GROWTH, 1:] = total_pages
-        return -1
     source = int(candidate.checkpoint)
     owner = int(state.checkpoint_owner[source]) if 0 <= source < len(state.checkpoint_owner) else NO_OWNER
     if owner == NO_OWNER or state.owner_kind[owner] not in (OwnerKind.PRIVATE, OwnerKind.SHARED):
@@ -388,85 +426,85 @@ def _fill_candidate(
     if consume and (not may_go[owner] or state.owner_kind[owner] == OwnerKind.SHARED):
         raise ValueError(f"candidate {i}: owner {owner} is shared or protected and cannot be consumed")
     base = state.checkpoint_kv_tokens[source]
-    row[GROWTH, 1:] = np.maximum(np.asarray(total_pages) - -(-base // page), 0)
 
     mine = entries.owner == owner
     is_run = mine & (objects.item[entries.obj] > 0)
-    obj, start = entries.obj[is_run], entries.start[is_run]
-    item = objects.item[obj]
+    runs, start = entries.obj[is_run], entries.start[is_run]
+    item = objects.item[runs]
     base_of = base[item - 1]
     need = entries.end[is_run] <= base_of // page
-    tail = (base_of % page > 0) & (start == base_of // page)
-    # whether an owner outside the domain holds it as well; the source itself counts when it is protected
-    others = (
-        (objects.fixed_device[obj] | objects.fixed_host[obj]) if may_go[owner] else np.ones(len(obj), bool)
-    )
-    shared = objects.class_of[obj] >= 0
-    dynamic = tail & shared & ~others if consume else np.zeros(len(obj), bool)
-    copied = tail & ~dynamic & (others | (not consume))
-    in_place = tail & ~dynamic & ~copied
-    for e in np.flatnonzero(copied):
-        row[TAIL_D2D if objects.device[obj[e]] else TAIL_H2D, item[e]] += 1
-    for e in np.flatnonzero(dynamic):
-        out.tail_class[i, item[e] - 1] = objects.class_of[obj[e]]
-    need = need | in_place
-    kept = np.full(len(obj), not consume)
-    _settle_source(objects, out, i, obj, need, consume, hold_device=kept, hold_host=kept)
+    # whether an owner outside the domain holds it too; a protected source itself counts as such
+    fixed = objects.fixed_device | objects.fixed_host
+    tails, rules = [-1] * pools, [TailRule.NONE] * pools
+    for e in np.flatnonzero((base_of % page > 0) & (start == base_of // page)):
+        obj, pool = int(runs[e]), int(item[e]) - 1
+        tails[pool] = obj
+        if not consume or fixed[obj]:
+            rules[pool] = TailRule.COPY
+        elif objects.class_of[obj] >= 0:
+            rules[pool] = TailRule.BY_OTHERS
+        else:
+            rules[pool] = TailRule.IN_PLACE
+            need[e] = True
 
     is_image = mine & (objects.item[entries.obj] == 0)
     images, bits = entries.obj[is_image], entries.bits[is_image]
-    rows = checkpoints_of(state, OwnerId(owner))
-    stays = surviving_checkpoints(state, source) if consume else np.ones(len(rows), bool)
-    alive = int(sum(1 << k for k in range(len(rows)) if stays[k]))
-    held = (bits & alive) != 0
+    stays = surviving_checkpoints(state, source) if consume else np.ones(MAX_CHECKPOINTS + 1, bool)
+    alive = sum(1 << k for k in range(len(stays)) if stays[k])
+    held = (bits & np.int64(alive)) != 0
     chosen = images == state.checkpoint_image[source]
-    pinned = (objects.fixed_device[images] | objects.fixed_host[images]) | (not may_go[owner])
-    fork = chosen & (held | pinned)
-    dynamic = chosen & ~fork & (objects.class_of[images] >= 0)
-    move = chosen & ~fork & ~dynamic
-    for e in np.flatnonzero(fork):
-        row[TAIL_D2D if objects.device[images[e]] else TAIL_H2D, 0] += 1
+    image = int(state.checkpoint_image[source])
+    if (held & chosen).any() or fixed[image] or not may_go[owner]:
+        rule = ImageRule.FORK
+    elif objects.class_of[image] >= 0:
+        rule = ImageRule.BY_OTHERS
+    else:
+        rule = ImageRule.MOVE
+    moves = chosen & (rule == ImageRule.MOVE)
+    kept = np.full(len(runs), not consume)
+    return SourceView(
+        owner,
+        consume,
+        np.concatenate([runs, images]),
+        np.concatenate([need, moves]),
+        np.concatenate([kept, held | (chosen & ~moves)]) & objects.device[np.concatenate([runs, images])],
+        np.concatenate([kept, held]) & objects.host[np.concatenate([runs, images])],
+        tuple(tails),
+        tuple(rules),
+        image,
+        rule,
+    )
+
+
+def _fill_needs(objects: Objects, out: _Needs, i: int, view: SourceView) -> None:
+    """Writes candidate i's row: classes become masks, everything else is a constant."""
+    row, obj, need = out.needs[i], view.obj, view.need
+    for pool, (tail, rule) in enumerate(zip(view.tail_obj, view.tail_rule, strict=True)):
+        if rule == TailRule.COPY:
+            row[TAIL_D2D if objects.device[tail] else TAIL_H2D, pool + 1] += 1
+        elif rule == TailRule.BY_OTHERS:
+            out.tail_class[i, pool] = objects.class_of[tail]
+    if view.image_rule == ImageRule.FORK:
+        row[TAIL_D2D if objects.device[view.image_obj] else TAIL_H2D, 0] += 1
         row[STATE_IS_FORK, 0] = 1
-    for e in np.flatnonzero(dynamic):
-        out.image_class[i] = objects.class_of[images[e]]
-    hold_device = held | (chosen & objects.device[images] & ~move)
-    _settle_source(objects, out, i, images, move, consume, hold_device=hold_device, hold_host=held)
-    return owner
-
-
-def _settle_source(
-    objects: Objects,
-    out: _Needs,
-    i: int,
-    obj: np.ndarray,
-    need: np.ndarray,
-    consume: bool,
-    *,
-    hold_device: np.ndarray,
-    hold_host: np.ndarray,
-) -> None:
-    """Writes what the source's objects need: classes into masks, all others as constants."""
+    elif view.image_rule == ImageRule.BY_OTHERS:
+        out.image_class[i] = objects.class_of[view.image_obj]
     device, host, classes = objects.device[obj], objects.host[obj], objects.class_of[obj]
     shared = classes >= 0
-    hold_device, hold_host = hold_device & device, hold_host & host
     out.need_class[i, classes[shared]] = need[shared]
-    out.hold_device[i, classes[shared]] = hold_device[shared]
-    out.hold_host[i, classes[shared]] = hold_host[shared]
-    out.late_class[i, classes[shared]] = consume
-    alone = ~shared
-    stays_device = hold_device | objects.fixed_device[obj] | need
-    stays_host = (hold_host | objects.fixed_host[obj]) & (host | ~stays_device)
-    row, item, size = out.needs[i], objects.item[obj], objects.size[obj]
-    for group, chosen, weight in (
-        (H2D, need & ~device, size),
-        (H2D_OPS, need & ~device, np.ones_like(size)),
-        (DEVICE_LATE, device & ~stays_device, size),
-        (HOST_LATE, host & ~stays_host, size),
-    ):
-        pick = chosen & alone
-        if group in (DEVICE_LATE, HOST_LATE) and not consume:
-            continue
-        np.add.at(row[group], item[pick], weight[pick])
+    out.hold_device[i, classes[shared]] = view.hold_device[shared]
+    out.hold_host[i, classes[shared]] = view.hold_host[shared]
+    out.late_class[i, classes[shared]] = view.consume
+    stays_device = view.hold_device | objects.fixed_device[obj] | need
+    stays_host = (view.hold_host | objects.fixed_host[obj]) & (host | ~stays_device)
+    item, size = objects.item[obj], objects.size[obj]
+    restored = need & ~device & ~shared
+    np.add.at(row[H2D], item[restored], size[restored])
+    np.add.at(row[H2D_OPS], item[restored], 1)
+    if view.consume:
+        late_device, late_host = device & ~stays_device & ~shared, host & ~stays_host & ~shared
+        np.add.at(row[DEVICE_LATE], item[late_device], size[late_device])
+        np.add.at(row[HOST_LATE], item[late_host], size[late_host])
 
 
 # ---------------------------------------------------------------- options and tables
@@ -537,7 +575,7 @@ def _tail_starts(
     entries: Entries,
     objects: Objects,
 ) -> list[np.ndarray]:
-    """Returns for each size int32[V, N]: the page from which demoting the tail frees that many Device pages."""
+    """Returns per size int32[V, N]: the page from which demoting the tail frees that many pages."""
     out = []
     item = objects.item[entries.obj]
     for size in sizes:
@@ -729,7 +767,7 @@ def _kept_and_acted(
     end: np.ndarray,
     item: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns bool[E, K] whether the option keeps the object, int32[E, K] how many of its units it acts on."""
+    """Returns bool[E, K] whether the object is kept, int32[E, K] how many of its units are acted on."""
     is_run = (item > 0)[:, None]
     pool = np.maximum(item - 1, 0)
     alive = options.alive[owner]
