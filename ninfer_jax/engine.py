@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from ninfer_jax.errors import EngineClosedError, OptionError, RequestError, RequestErrorKind
+from ninfer_jax.frontend.frontend import Frontend
 from ninfer_jax.handle import RequestHandle, Response
 from ninfer_jax.inbox import Ask, Close, Inbox, Submit
 from ninfer_jax.job import NS_PER_S, Job
 from ninfer_jax.options import EngineOptions, ResolvedOptions
 from ninfer_jax.outstanding import OutstandingGate, OutstandingSlot
-from ninfer_jax.parts import EngineParts
+from ninfer_jax.parts import EngineParts, ModelFacts
 from ninfer_jax.prepare import PromptOptions, prepare_request
 from ninfer_jax.program.memory_table import format_bytes
 from ninfer_jax.progress import progress_bar
@@ -136,28 +137,41 @@ class Engine:
                 if the prompt is too long.
             EngineClosedError: if the engine is closed or has failed.
         """
-        slot = self._take_slot()
-        if slot is None:
-            raise RequestError(
-                RequestErrorKind.OVERLOADED,
-                f"{self._gate.held} requests are unfinished or unread, the limit is {self._gate.limit} "
-                "(max_concurrency + max_pending_requests); read or drop answers, or try again later",
-            )
         how = PromptOptions(tools, enable_thinking, template_kwargs, anchor_prompt_end)
-        return self._submit(slot, prompt, sampling, how, timeout_s, hints, wants_events=True)
+        return self._submit(
+            self._require_slot(), prompt, sampling, how, timeout_s=timeout_s, hints=hints, wants_events=True
+        )
 
     def chat(
-        self, messages: Messages, *, sampling: SamplingParams | None = None, **arguments: Any
+        self,
+        messages: Messages,
+        *,
+        sampling: SamplingParams | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        enable_thinking: bool | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+        **hints: Any,
     ) -> GenerationResult:
-        """Returns the answer to a conversation; ``arguments`` as for ``submit``.
+        """Returns the answer to a conversation; arguments as for ``submit``.
 
         Raises:
-            RequestError, PromptError, OptionError, EngineClosedError: as ``submit`` and
-            ``RequestHandle.result``.
+            PromptError, OptionError, RequestError, EngineClosedError: as ``submit`` and
+                ``RequestHandle.result``.
         """
         if not is_messages(messages):
             raise OptionError(f"chat: got {type(messages).__name__}, expected messages with role and content")
-        return self.submit(messages, sampling=sampling, **arguments).result()
+        how = PromptOptions(tools, enable_thinking, template_kwargs)
+        handle = self._submit(
+            self._require_slot(),
+            messages,
+            sampling,
+            how,
+            timeout_s=timeout_s,
+            hints=hints,
+            wants_events=False,
+        )
+        return handle.result()
 
     def stream(
         self, prompt: Prompt, *, sampling: SamplingParams | None = None, **arguments: Any
@@ -217,8 +231,8 @@ class Engine:
                         item,
                         params[index],
                         PromptOptions(),
-                        None,
-                        hints,
+                        timeout_s=None,
+                        hints=hints,
                         wants_events=False,
                         on_end=lambda number=index: ended.put(number),
                     )
@@ -235,6 +249,16 @@ class Engine:
     def options(self) -> ResolvedOptions:
         """The options with every default filled in."""
         return self._parts.options
+
+    @property
+    def frontend(self) -> Frontend:
+        """The checkpoint's tokenizer, template and output rules."""
+        return self._parts.frontend
+
+    @property
+    def model(self) -> ModelFacts:
+        """What is resident."""
+        return self._parts.model
 
     def describe(self) -> str:
         """Returns the model, the resolved options and the memory table as text."""
@@ -276,15 +300,25 @@ class Engine:
             slot = self._gate.try_acquire()
         return slot
 
+    def _require_slot(self) -> OutstandingSlot:
+        slot = self._take_slot()
+        if slot is None:
+            raise RequestError(
+                RequestErrorKind.OVERLOADED,
+                f"{self._gate.held} requests are unfinished or unread, the limit is {self._gate.limit} "
+                "(max_concurrency + max_pending_requests); read or drop answers, or try again later",
+            )
+        return slot
+
     def _submit(
         self,
         slot: OutstandingSlot,
         prompt: Prompt,
         sampling: SamplingParams | None,
         how: PromptOptions,
+        *,
         timeout_s: float | None,
         hints: Mapping[str, Any],
-        *,
         wants_events: bool,
         on_end: Callable[[], None] | None = None,
     ) -> RequestHandle:
