@@ -74,11 +74,6 @@ def qwen_tokenizer_file() -> Path:
 
 
 @pytest.fixture(scope="session")
-def qwen(qwen_tokenizer_file) -> TextTokenizer:
-    return TextTokenizer.from_file(qwen_tokenizer_file)
-
-
-@pytest.fixture(scope="session")
 def qwen_directory(qwen_tokenizer_file, tmp_path_factory) -> Path:
     """What surrounds the weights in a Qwen3.5 directory: tokenizer, template, end tokens (facts 8.2)."""
     directory = tmp_path_factory.mktemp("qwen3_5")
@@ -103,6 +98,12 @@ def qwen_directory(qwen_tokenizer_file, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def frontend(qwen_directory) -> Frontend:
     return Frontend.from_directory(qwen_directory, vocab_size=248320)
+
+
+@pytest.fixture(scope="session")
+def qwen(frontend) -> TextTokenizer:
+    assert frontend.tokenizer is not None
+    return frontend.tokenizer
 
 
 @pytest.fixture(scope="session")
