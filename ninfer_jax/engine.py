@@ -339,7 +339,6 @@ class Engine:
                 publication_order=number,
                 identity=made.prepared.identity,
                 hints=made.hints,
-                max_output_tokens=made.work.max_output_tokens,
                 submitted_ns=now_ns,
                 pending_deadline_ns=now_ns + round(self._parts.options.pending_timeout_s * NS_PER_S),
                 deadline_ns=_deadline(now_ns, timeout_s),

@@ -188,7 +188,8 @@ class RequestHandle:
         """Returns the whole answer, waiting for it.
 
         Args:
-            timeout: seconds to wait; the request itself goes on when they pass.
+            timeout: seconds to wait; the request itself goes on when they pass. Without a worker thread this
+                call does the work itself and never waits.
         Raises:
             RequestError: if the request was refused or failed; ``kind`` says why.
             TimeoutError: if the answer had not ended in time.

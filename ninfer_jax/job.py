@@ -71,7 +71,7 @@ class Job:
             stop_detail=stop_detail,
             usage=Usage(prompt_tokens=prompt_tokens, completion_tokens=len(self.token_ids), cached_tokens=0),
             logprobs=tuple(self.logprobs) if self.wants_logprobs else None,
-            materialization=self.materialization(),
+            materialization=None if self.admitted_ns is None else self.materialization(),
             timings=self.timings(now_ns),
         )
 

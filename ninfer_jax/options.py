@@ -141,8 +141,8 @@ class ResolvedOptions:
 def make_engine_options(options: EngineOptions | None = None, **changes: Any) -> EngineOptions:
     """Returns ``options`` with the named fields replaced.
 
-    Fields of ``ContextCacheOptions`` may be named directly; ``cache`` takes a whole one, or a mapping of its
-    fields.
+    Fields of ``ContextCacheOptions`` may be named directly; ``cache`` takes a whole one, a mapping of its
+    fields, or one of the two modes ``"read_write"`` and ``"disabled"``.
 
     Raises:
         OptionError: for a name that is no option, listing the names that are.
@@ -157,6 +157,8 @@ def make_engine_options(options: EngineOptions | None = None, **changes: Any) ->
         known = ", ".join(sorted(engine_names | cache_names))
         raise OptionError(f"unknown option {', '.join(unknown)}; the options are {known}")
     cache = changes.pop("cache", base.cache)
+    if cache in ("read_write", "disabled"):
+        cache = dataclasses.replace(base.cache, enabled=cache == "read_write")
     if isinstance(cache, Mapping):
         extra = sorted(set(cache) - cache_names - {"enabled"})
         if extra:

@@ -216,7 +216,6 @@ class Request:
     publication_order: int
     identity: PromptIdentity
     hints: RequestHints
-    max_output_tokens: int
     submitted_ns: int
     pending_deadline_ns: int
     deadline_ns: int | None

@@ -72,8 +72,9 @@ class Timings:
 class GenerationResult:
     """One finished answer. ``text`` is the content channel; ``reasoning`` what stood inside thinking blocks.
 
-    ``stop_detail`` names the stop string or the token id that ended the answer. ``logprobs`` is aligned with
-    ``token_ids`` where they were asked for, else None.
+    ``materialization`` is None for a request that ended before it was admitted. ``stop_detail`` names the
+    stop string or the token id that ended the answer. ``logprobs`` is aligned with ``token_ids`` where they
+    were asked for, else None.
     """
 
     request_id: RequestId
@@ -84,7 +85,7 @@ class GenerationResult:
     stop_detail: str | int | None
     usage: Usage
     logprobs: tuple[TokenLogprobs, ...] | None
-    materialization: MaterializationRecord
+    materialization: MaterializationRecord | None
     timings: Timings
 
 

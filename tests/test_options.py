@@ -183,6 +183,11 @@ def test_numpy_integers_are_integers():
     assert type(resolved(max_context=np.int64(128)).max_context) is int
 
 
+def test_the_cache_can_be_switched_by_its_mode():
+    assert resolved(cache="disabled").cache.enabled is False
+    assert resolved(cache="read_write").cache.enabled is True
+
+
 def test_named_changes_reach_both_option_classes():
     options = make_engine_options(EngineOptions(max_context=512), max_concurrency=2, host_state_slots=3)
     assert options == EngineOptions(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,7 @@ class FakeClock:
 
 
 @pytest.fixture(scope="session")
-def byte_tokenizer(tmp_path_factory) -> TextTokenizer:
+def byte_tokenizer_file(tmp_path_factory) -> Path:
     """One token for each byte: every text is exact, and random tokens are often no text at all."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
@@ -52,7 +53,12 @@ def byte_tokenizer(tmp_path_factory) -> TextTokenizer:
     tokenizer.add_tokens([AddedToken("<end>", special=True), AddedToken("<other>", special=True)])
     path = tmp_path_factory.mktemp("bytes") / "tokenizer.json"
     tokenizer.save(str(path))
-    return TextTokenizer.from_file(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer(byte_tokenizer_file) -> TextTokenizer:
+    return TextTokenizer.from_file(byte_tokenizer_file)
 
 
 @dataclass(frozen=True, eq=False)
