@@ -1,4 +1,4 @@
-"""Parameters as callers give them: every bound, the merge with a checkpoint's defaults, the numbers of a lane."""
+"""Parameters as callers give them: every bound, the merge with a checkpoint's defaults, a lane's numbers."""
 
 from __future__ import annotations
 
