@@ -117,6 +117,10 @@ def add_owner(
         if share_with is not None and shares[pool]:
             if shares[pool] > total:
                 raise ValueError(f"cannot share {shares[pool]} tokens of an owner with only {total}")
+            if share_tail and shares[pool] % page and shares[pool] != total:
+                raise ValueError(
+                    f"a partial tail page shared at {shares[pool]} tokens must be the end, not {total}"
+                )
             shared_pages = ceil_div(shares[pool], page) if share_tail else shares[pool] // page
             state = refer(state, owner, share_with, pool, shared_pages)
         rest = ceil_div(total, page) - shared_pages

@@ -120,9 +120,7 @@ def apply(problem: Problem, target: TargetBatch) -> tuple[PhysicalState, OwnerId
     """
     assessment = assess_numpy(problem, target)
     if not bool(assessment.fits[0]):
-        raise ValueError(
-            f"target exceeds the capacity by {assessment.residual[0].tolist()} units at its peak"
-        )
+        raise ValueError(f"target is {assessment.residual[0].tolist()} units over capacity at its peak")
     resolution = resolve(problem, target)
     recipe, placed = place_recipe(problem, resolution)
     if isinstance(placed, Blocked):

@@ -275,7 +275,7 @@ def naive_assess(problem, candidate_idx, codes):
 
 
 def random_state(seed, *, owners=6, checkpoints=3, apply=None, make_problem=None):
-    """Returns a legal state built by legal operations: aliases, both tiers, partial tails, one or two pools."""
+    """Returns a state built by legal operations: aliases, both tiers, partial tails, one or two pools."""
     rng = random.Random(seed)
     pools = rng.choice([1, 2])
     capacity = make_capacity(
@@ -299,6 +299,8 @@ def random_state(seed, *, owners=6, checkpoints=3, apply=None, make_problem=None
     ]
     for _ in range(rng.randint(1, owners)):
         tokens = rng.choice([rng.randint(1, 900), 64 * rng.randint(1, 12)])
+        if made and rng.random() < 0.3:  # the same end as another owner, so that a partial tail can be shared
+            tokens = int(state.owner_frontier[rng.choice(made), 0])
         m = rng.randint(1, checkpoints)
         shared_owner = rng.random() < 0.3
         frontiers = sorted({tokens, *(rng.randint(1, tokens) for _ in range(m - 1))}, reverse=True)
@@ -320,13 +322,11 @@ def random_state(seed, *, owners=6, checkpoints=3, apply=None, make_problem=None
         share = {}
         if made and rng.random() < 0.7:
             other = rng.choice(made)
-            limit = [
-                min(
-                    int(state.owner_frontier[other, n]),
-                    max(f.frontier_tokens if f.kv_tokens is None else f.kv_tokens[n] for f in specs),
-                )
+            longest = [
+                max(f.frontier_tokens if f.kv_tokens is None else f.kv_tokens[n] for f in specs)
                 for n in range(pools)
             ]
+            limit = [min(int(state.owner_frontier[other, n]), longest[n]) for n in range(pools)]
             amount = rng.randint(0, limit[0])
             share = {
                 "share_with": other,
@@ -336,7 +336,8 @@ def random_state(seed, *, owners=6, checkpoints=3, apply=None, make_problem=None
             if rng.random() < 0.3:
                 share["share_tokens"] = [limit[n] for n in range(pools)]
                 share["share_tail"] = all(
-                    limit[n] == int(state.owner_frontier[other, n]) for n in range(pools)
+                    limit[n] == int(state.owner_frontier[other, n]) and longest[n] == limit[n]
+                    for n in range(pools)
                 )
         kind = OwnerKind.SHARED if shared_owner else OwnerKind.PRIVATE
         tiers = rng.choices([Tier.DEVICE, Tier.HOST, Tier.BOTH], [5, 2, 2], k=2)
@@ -435,7 +436,7 @@ def random_targets(problem, rng, count):
     valid = problem.options.valid
     rows = []
     which = []
-    for i in range(count):
+    for _ in range(count):
         c = rng.randrange(len(problem.candidates))
         codes = [
             KEEP if rng.random() < 0.3 else int(rng.choice(np.flatnonzero(valid[v]).tolist()))

@@ -1,4 +1,4 @@
-"""Projection (NumPy, compiled, any batch) and exact resolution against sets of page objects (T-3, T-7, R-8)."""
+"""Projection (NumPy, compiled, any batch) and exact resolution against sets of page objects."""
 
 import random
 
@@ -6,17 +6,19 @@ import jax
 import numpy as np
 import pytest
 
+from ninfer_jax.planner.extents import Placed
+from ninfer_jax.planner.ids import OwnerKind
 from ninfer_jax.planner.invariants import check_invariants
 from ninfer_jax.planner.problem import identity_targets, make_problem, maximal_targets
 from ninfer_jax.planner.projection import assess, assess_numpy
-from ninfer_jax.planner.resolution import When, resolve
+from ninfer_jax.planner.resolution import When, place_recipe, resolve
 from ninfer_jax.planner.state import used
 from ninfer_jax.planner.target import concatenate, take
 from ninfer_jax.planner.transition import apply
 
 
 def check_one_state(naive, seed, num_targets, compiled):
-    """Compares every quantity of `num_targets` targets of one random state; returns how many were compared."""
+    """Compares every quantity of random targets of one random state; returns how many were compared."""
     rng = random.Random(seed * 7919 + 1)
     state = naive.random_state(seed, apply=apply, make_problem=make_problem)
     check_invariants(state)
@@ -43,12 +45,19 @@ def check_one_state(naive, seed, num_targets, compiled):
             np.testing.assert_array_equal(getattr(got, name)[b], want[name], err_msg=f"{name} {where}")
         for name in ("is_fork", "evictions", "drops"):
             assert getattr(got, name)[b] == want[name], f"{name} {where}"
-        _check_resolution(problem, take(targets, np.array([b])), got, b, where)
+        one = take(targets, np.array([b]))
+        exact = resolve(problem, one)
+        _check_resolution(exact, got, b, where)
+        if got.fits[b] and isinstance(place_recipe(problem, exact)[1], Placed):
+            after, owner = apply(problem, one)
+            check_invariants(after)
+            np.testing.assert_array_equal(used(after), got.used[b, -1], err_msg=where)
+            assert after.revision == state.revision + 1
+            assert after.owner_kind[owner] == OwnerKind.ACTIVE
     return len(targets)
 
 
-def _check_resolution(problem, target, got, b, where):
-    exact = resolve(problem, target)
+def _check_resolution(exact, got, b, where):
     items = got.d2h.shape[1]
     d2h, ops, h2d = np.zeros(items, int), np.zeros(items, int), np.zeros(items, int)
     host_now = np.zeros(items, int)
