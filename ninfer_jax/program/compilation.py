@@ -5,10 +5,15 @@ It does not own the programs (`execution`). Nothing here runs at import.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 import jax.monitoring
+
+Result = TypeVar("Result")
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -28,18 +33,20 @@ def use_compilation_cache(directory: str | Path) -> None:
 
 
 class CompileCounter:
-    """Counts backend compilations of this process while it listens; after warm-up there must be none.
+    """Counts backend compilations caused by the calls it watches; after warm-up there must be none.
 
-    A program that comes out of the persistent cache counts too: it still stalls the step that asked for it.
+    Other code of the process may compile what it likes: JAX tells every listener about every compilation, in
+    the thread that compiles, so only events of a watched call count. A program that comes out of the
+    persistent cache counts too: it still stalls the step that asked for it.
     """
 
     def __init__(self) -> None:
         self.num_compilations = 0
+        self._watched_thread: int | None = None
         self._listening = False
 
     def start(self) -> None:
-        """Counts from zero."""
-        self.num_compilations = 0
+        """Begins to listen."""
         if not self._listening:
             jax.monitoring.register_event_duration_secs_listener(self._on_event)
             self._listening = True
@@ -50,6 +57,14 @@ class CompileCounter:
             jax.monitoring.unregister_event_duration_listener(self._on_event)
             self._listening = False
 
+    def watch(self, call: Callable[..., Result], *args: object) -> Result:
+        """Returns `call(*args)`, counting what it compiles."""
+        self._watched_thread = threading.get_ident()
+        try:
+            return call(*args)
+        finally:
+            self._watched_thread = None
+
     def _on_event(self, event: str, duration_secs: float, **_: object) -> None:
-        if event == _COMPILE_EVENT:
+        if event == _COMPILE_EVENT and threading.get_ident() == self._watched_thread:
             self.num_compilations += 1

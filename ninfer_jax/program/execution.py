@@ -257,7 +257,9 @@ class ModelExecutor:
         seen = token_mask(prompt_tokens, vocab_size)
         banned = token_mask(sampling.ban_token_ids, vocab_size)
         self._parameters.set(lane, sampling)
-        buffers.sampler = self._programs.set_lane(buffers.sampler, np.int32(lane), bias, seen, banned)
+        buffers.sampler = self._counter.watch(
+            self._programs.set_lane, buffers.sampler, np.int32(lane), bias, seen, banned
+        )
 
     def prefill(self, inputs: PrefillInputs) -> None:
         """Runs one chunk in the smallest bucket that holds it."""
@@ -269,15 +271,17 @@ class ModelExecutor:
                 f"no program for {num_tokens} tokens of prefill; buckets are {self._buckets}"
             )
         packed = pack_prefill(inputs, bucket, self._capacity.num_state_slots)
-        buffers.cache = self._programs.prefill[bucket](self._model.leaves, buffers.cache, packed)
+        buffers.cache = self._counter.watch(
+            self._programs.prefill[bucket], self._model.leaves, buffers.cache, packed
+        )
 
     def draw_from_tail(self, inputs: TailInputs) -> DeviceResult:
         """Draws one token per row from the stored tail hidden."""
         buffers = self._open_buffers()
         program = self._program_for(self._programs.draw_from_tail, len(inputs.lanes), "draw_from_tail")
         packed = pack_tail(inputs, self._parameters)
-        buffers.sampler, sampled = program(
-            self._model.leaves, self._eos_mask, buffers.cache, buffers.sampler, packed
+        buffers.sampler, sampled = self._counter.watch(
+            program, self._model.leaves, self._eos_mask, buffers.cache, buffers.sampler, packed
         )
         return DeviceResult(sampled)
 
@@ -286,8 +290,8 @@ class ModelExecutor:
         buffers = self._open_buffers()
         program = self._program_for(self._programs.decode, len(inputs.lanes), "decode")
         packed = pack_decode(inputs, self._parameters, self._capacity.num_state_slots)
-        buffers.cache, buffers.sampler, sampled = program(
-            self._model.leaves, self._eos_mask, buffers.cache, buffers.sampler, packed
+        buffers.cache, buffers.sampler, sampled = self._counter.watch(
+            program, self._model.leaves, self._eos_mask, buffers.cache, buffers.sampler, packed
         )
         return DeviceResult(sampled)
 
@@ -304,7 +308,7 @@ class ModelExecutor:
         """Replaces all contents by zeroed buffers of the same shapes; nothing is compiled again."""
         self._free_buffers()
         self._parameters = LaneParameters(self._capacity.num_lanes)
-        self._buffers = self._make_buffers_fn()
+        self._buffers = self._counter.watch(self._make_buffers_fn)
 
     def allocated_bytes(self) -> dict[str, int]:
         """Returns the bytes of the arrays held, by axis."""
