@@ -1,0 +1,70 @@
+"""The physical half as the functions that a search is given (design 3.4).
+
+Owns: the binding of one Problem to `Assess`, `Confirm`, `Outcomes` and `Successors`. Nothing is remembered
+between calls except the problem's own tables, so dropping the object ends the planning session (G-12).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ninfer_jax.planner.outcomes import OutcomeTables, checkpoint_outcomes, make_outcome_tables
+from ninfer_jax.planner.problem import Problem, Tables
+from ninfer_jax.planner.projection import assess, assess_numpy
+from ninfer_jax.planner.resolution import confirm
+from ninfer_jax.planner.search_types import Assessment, CheckpointOutcomes, Confirmation
+from ninfer_jax.planner.successors import SuccessorTables, make_successor_tables, successors
+from ninfer_jax.planner.target import TargetBatch
+
+
+@dataclass(frozen=True, eq=False)
+class PhysicalFunctions:
+    """The four physical callables of one planning session; each method is one Protocol of `search_types`.
+
+    Attributes:
+        device_tables: tables that the caller committed to the CPU device, or None (see `projection.assess`).
+        compiled: whether batches go through the compiled projection; the NumPy one gives the same bits.
+    """
+
+    problem: Problem
+    outcome_tables: OutcomeTables
+    successor_tables: SuccessorTables
+    device_tables: Tables | None
+    compiled: bool
+
+    def assess(self, targets: TargetBatch, /) -> Assessment:
+        """Returns one row per target (Protocol `Assess`)."""
+        if not self.compiled:
+            return assess_numpy(self.problem, targets)
+        return assess(self.problem, targets, self.device_tables)
+
+    def confirm(self, target: TargetBatch, /) -> Confirmation:
+        """Returns the exact feasibility of one target (Protocol `Confirm`)."""
+        return confirm(self.problem, target, assess_numpy(self.problem, target))
+
+    def outcomes(self, targets: TargetBatch, /) -> CheckpointOutcomes:
+        """Returns the checkpoints' fates (Protocol `Outcomes`)."""
+        return checkpoint_outcomes(self.problem, self.outcome_tables, targets)
+
+    def successors(
+        self,
+        target: TargetBatch,
+        /,
+        *,
+        residual: np.ndarray,
+        limit: int | None = None,
+        licensed: np.ndarray | None = None,
+    ) -> TargetBatch:
+        """Returns further degradations of one target (Protocol `Successors`)."""
+        return successors(self.successor_tables, target, residual=residual, limit=limit, licensed=licensed)
+
+
+def physical_functions(
+    problem: Problem, *, device_tables: Tables | None = None, compiled: bool = True
+) -> PhysicalFunctions:
+    """Returns the callables of one planning session."""
+    return PhysicalFunctions(
+        problem, make_outcome_tables(problem), make_successor_tables(problem), device_tables, compiled
+    )
