@@ -144,10 +144,8 @@ def _border(
     """Where message ``count`` begins, from its own content or from the one before it."""
     start = places.get((count, "a"))
     if start is not None:
-        tool = messages[count]["role"] == "tool"
-        if tool and count and messages[count - 1]["role"] == "tool":
-            return None  # results of one turn share their frame; there is no border between them
-        head = frames.tool_head if tool else frames.user_head
+        # A later result inside a shared frame does not follow this head, and so begins at no border.
+        head = frames.tool_head if messages[count]["role"] == "tool" else frames.user_head
         if head is None or not history[:start].endswith(head):
             return None
         return start - len(head)

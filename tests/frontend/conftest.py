@@ -122,7 +122,7 @@ def tiny() -> TextTokenizer:
         b"\x99\x82",
         "é".encode(),
     ]
-    words += ["🙂".encode(), b"stop", b"st", b"op", b"  ", b"a b", b"\x82\xe2", b"a "]
+    words += ["🙂".encode(), b"stop", b"st", b"op", b"  ", b"a b", b"\x82\xe2", b"a ", b" t", b"he"]
     ranks = {bytes([byte]): byte for byte in range(256)} | {word: 256 + n for n, word in enumerate(words)}
     added = list(enumerate(SPECIALS, start=len(ranks)))
     return TextTokenizer(build_tokenizer(ranks, r" ?\S+|\s+", added))

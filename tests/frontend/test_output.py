@@ -276,6 +276,7 @@ def join(deltas) -> dict[str, str]:
         ("<think>\nwhy\nso\n</think>\n\nthus\n", False, "why\nso", "thus\n"),
         ("why\n</think>\n\nthus", True, "why", "thus"),
         ("\n</think>\n\nthus", True, "", "thus"),
+        ("why</think>\n\n  thus", True, "why", "  thus"),  # blanks that are not line ends are the answer's
         ("<think>\nwhy</think>thus", True, "why", "thus"),  # the model opens again what the prompt opened
         ("why \n\n", True, "why \n\n", ""),  # never closed
         ("why </thi", True, "why </thi", ""),
@@ -379,4 +380,8 @@ def test_no_token_border_no_canonical_frontier(tiny):
 def test_a_cut_stop_keeps_a_border_only_where_it_began_one(tiny):
     stop = token(tiny, "stop")
     assert canonical(open_session(tiny, stop="stop"), [ord("a"), stop]) == [1, 1]
+    assert (
+        canonical(open_session(tiny, stop="stop"), [ord("a"), token(tiny, "st"), token(tiny, "op")])[-1]
+        is None
+    )
     assert canonical(open_session(tiny, stop="op"), [ord("a"), stop]) == [1, None]

@@ -168,7 +168,7 @@ def test_tags_find_every_border_that_plain_prefixes_prove(data):
     for count in range(1, len(messages)):
         before, after = messages[count - 1]["role"], messages[count]["role"]
         # after an answer or an instruction only a question or a result shows where the next message begins
-        if before == "user" or after == "user" or (before == "tool") != (after == "tool"):
+        if {before, after} & {"user", "tool"}:
             assert count in counts
     assert len(messages) in counts
 
@@ -211,6 +211,14 @@ def test_whether_the_answer_starts_inside_a_thinking_block(frontend, thinking, i
     raw = frontend.prepare_messages(quoting, enable_thinking=thinking).text
     assert frontend.prepare_text(raw).starts_in_reasoning is inside
     assert frontend.prepare_tokens(frontend.tokenizer.encode(raw)).starts_in_reasoning is inside
+
+
+def test_a_quoted_marker_opens_nothing(frontend):
+    plain = make_template(
+        "{% for m in messages %}{{ m.content }};{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    chat = dataclasses.replace(frontend, template=plain)
+    assert not chat.prepare_messages([user("what does <think> mean?")]).starts_in_reasoning
 
 
 def test_template_options_reach_the_template(frontend):

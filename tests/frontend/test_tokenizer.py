@@ -166,7 +166,7 @@ def test_trimmed_offsets_never_make_a_border_inside_a_token(tiny):
     trimming = TextTokenizer(library)
     text = "ab the  abc\n\nstop the"
     encoding = trimming.encode_with_offsets(text)
-    assert encoding.offsets != tiny.encode_with_offsets(text).offsets  # blanks are cut out of " the"
+    assert (3, 6) in encoding.offsets  # the blank is cut out of " the"
     for offset in range(1, len(text) + 1):
         count = token_border(encoding, offset)
         if count is not None:
