@@ -56,6 +56,7 @@ class OutcomeTables:
     classes: np.ndarray  # int32[Q, D], classes that the checkpoint needs; padded with C
     class_pages: np.ndarray  # int32[C + 1, N + 1], pages per pool and one operation
     released: np.ndarray  # bool[candidates, Q], gone with the consumed source
+    restored: np.ndarray  # int32[candidates, Q, N + 1], part of host_pages that the candidate restores
 
 
 @dataclass(frozen=True)
@@ -93,15 +94,17 @@ def make_outcome_tables(problem: Problem) -> OutcomeTables:
         own_bits[a] = int((np.int64(1) << rank[same]).sum())
     state_bits = np.concatenate([options.state_bits, np.zeros((1, k), np.int32)])[victim]
     all_taken = (own_bits[:, None] & alive_bits[victim] & ~state_bits) == 0
-    image_device = objects.device[image][:, None] & ~((demoted | dropped) & all_taken & (victim < v)[:, None])
+    # an object that a fixed owner holds as well stays as it is, whatever one victim's option says
+    lone = (objects.holders == 1) & ~(objects.fixed_device | objects.fixed_host) & (objects.class_of < 0)
+    image_device = objects.device[image][:, None] & ~((demoted | dropped) & all_taken & lone[image][:, None])
 
     # runs: Host-only pages of every entry under every option, as prefix sums along each address space
     is_run = np.flatnonzero(objects.item[entries.obj] > 0)
     obj, pool = entries.obj[is_run], objects.item[entries.obj[is_run]] - 1
     host_only = np.where(objects.host[obj] & ~objects.device[obj], objects.size[obj], 0)
-    amount = np.repeat(host_only[:, None], k, 1)
+    amount = np.repeat(np.where(objects.class_of[obj] < 0, host_only, 0)[:, None], k, 1)
     ours = entries.victim[is_run]
-    inside = np.flatnonzero(ours >= 0)
+    inside = np.flatnonzero((ours >= 0) & lone[obj])
     first = options.kv_from[ours[inside], :, pool[inside]]
     acted = np.clip(
         entries.end[is_run][inside, None] - np.maximum(entries.start[is_run][inside, None], first), 0, None
@@ -111,7 +114,6 @@ def make_outcome_tables(problem: Problem) -> OutcomeTables:
     kv = options.kv_action[None]
     moves = ((kv == ReplicaAction.DEMOTE) & (only | both)) | ((kv == ReplicaAction.DROP_DEVICE) & both)
     amount[inside] += np.where(moves, acted, 0).astype(amount.dtype)
-    amount[objects.class_of[obj] >= 0] = 0
     pages = np.concatenate([np.zeros((1, k), np.int64), np.cumsum(amount, 0)])
     ops = np.concatenate([np.zeros((1, k), np.int64), np.cumsum(amount > 0, 0)])
     stride = np.int64(entries.end.max(initial=0) + 2)
@@ -139,12 +141,23 @@ def make_outcome_tables(problem: Problem) -> OutcomeTables:
     class_pages[:-1, :pools] = units
     class_pages[:-1, pools] = (units > 0).any(1)
     released = np.zeros((len(problem.tables.needs), q), bool)
+    restored = np.zeros((len(problem.tables.needs), q, pools + 1), np.int32)
     for d, source in enumerate(problem.sources):
         checkpoint = problem.candidates[d].checkpoint
-        if source.consume and checkpoint is not None:
-            mine = checkpoints_of(state, OwnerId(source.owner))
+        if checkpoint is None:
+            continue
+        mine = checkpoints_of(state, OwnerId(source.owner))
+        if source.consume:
             gone = mine[~surviving_checkpoints(state, checkpoint)]
             released[d, np.searchsorted(rows, gone)] = True
+        back = source.need & ~objects.device[source.obj] & (objects.class_of[source.obj] < 0)
+        for run in source.obj[back & (objects.item[source.obj] > 0)]:
+            n = int(objects.item[run]) - 1
+            for e in np.flatnonzero(obj == run):  # a protected owner may hold the same run
+                holder, at = entries.owner[is_run][e], entries.start[is_run][e]
+                covers = (owner == holder) & (need[:, n] > at)
+                restored[d, covers, n] += objects.size[run]
+                restored[d, covers, pools] += 1
     return OutcomeTables(
         victim.astype(np.int32),
         alive,
@@ -154,6 +167,7 @@ def make_outcome_tables(problem: Problem) -> OutcomeTables:
         classes,
         class_pages,
         released,
+        restored,
     )
 
 
@@ -181,7 +195,7 @@ def project_outcomes(
     is_class = outcome.image_class < on_device.shape[-1]
     state_on_device = xp.where(is_class, device[..., outcome.image_class], outcome.image_device[at, k])
     shared = host_only[..., outcome.classes, None] * outcome.class_pages[outcome.classes]
-    pages = outcome.host_pages[at, k] + shared.sum(-2).astype(xp.int32)
+    pages = outcome.host_pages[at, k] - outcome.restored[candidate] + shared.sum(-2).astype(xp.int32)
     return alive, state_on_device, pages
 
 

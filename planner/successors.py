@@ -29,6 +29,7 @@ class SuccessorTables:
     problem: Problem
     order: np.ndarray  # bool[V, K, K], `options.refines`
     relief: np.ndarray  # int32[V, K, R], units each option gives back by itself on each axis
+    slack: np.ndarray  # int32[R], free units in the start state
     demote_all: int  # code that keeps all checkpoints and demotes everything
 
 
@@ -57,7 +58,8 @@ def make_successor_tables(problem: Problem) -> SuccessorTables:
         ),
         EVICT,
     )
-    return SuccessorTables(problem, refines(problem.options), relief, demote_all)
+    slack = problem.tables.capacity - problem.tables.used0
+    return SuccessorTables(problem, refines(problem.options), relief, slack, demote_all)
 
 
 def successors(
@@ -87,7 +89,7 @@ def successors(
     allowed[~may_evict, EVICT] = False
     rows, nexts = np.nonzero(allowed)
     gain = tables.relief[rows, nexts] - tables.relief[rows, codes[rows]]
-    scores = _score(gain, residual)
+    scores = _score(gain, residual, tables.slack)
     batch = np.repeat(codes[None], len(rows), 0)
     batch[np.arange(len(rows)), rows] = nexts
 
@@ -100,11 +102,13 @@ def successors(
     return make_targets(int(target.candidate[0]), batch[order].reshape(-1, v))
 
 
-def _score(gain: np.ndarray, residual: np.ndarray) -> np.ndarray:
-    """Returns int64[...], relief of the missing axes, each at most SCORE_ONE; negative gains count too."""
+def _score(gain: np.ndarray, residual: np.ndarray, slack: np.ndarray) -> np.ndarray:
+    """Returns int64[...], relief of the missing axes, each up to SCORE_ONE; a new shortage costs as much."""
+    gain = gain.astype(np.int64)
     short = residual > 0
-    share = np.clip(gain.astype(np.int64), -residual, residual) * SCORE_ONE
-    return np.where(short, share // np.maximum(residual, 1), 0).sum(-1)
+    share = np.clip(gain, -residual, residual) * SCORE_ONE
+    relief = np.where(short, share // np.maximum(residual, 1), 0).sum(-1)
+    return relief - SCORE_ONE * (~short & (-gain > slack)).sum(-1)
 
 
 def _joint_moves(
@@ -146,7 +150,11 @@ def _joint_moves(
             gain = (tables.relief[holders, code] - tables.relief[holders, codes[holders]]).sum(0)
             axis = DEVICE_STATE if objects.item[obj] == 0 else DEVICE_PAGES + int(objects.item[obj]) - 1
             gain = gain.astype(np.int64)
-            gain[axis] += int(objects.size[obj])
+            size = int(objects.size[obj])
+            gain[axis] += size
+            if code != EVICT and not objects.host[obj]:
+                kv = int(problem.tables.granules[objects.item[obj] - 1]) * size
+                gain[HOST_STATE if objects.item[obj] == 0 else HOST_KV] -= 1 if objects.item[obj] == 0 else kv
             out.append(move)
-            scores.append(int(_score(gain, residual)))
+            scores.append(int(_score(gain, residual, tables.slack)))
     return np.asarray(out, np.int32).reshape(-1, v), np.asarray(scores, np.int64)

@@ -274,6 +274,33 @@ def naive_assess(problem, candidate_idx, codes):
     }
 
 
+def naive_outcomes(problem, candidate_idx, codes, final_device):
+    """Returns per live checkpoint row (alive, state on Device, Host-only pages per pool, copies)."""
+    st, w = problem.state, World(problem.state)
+    candidate = problem.candidates[candidate_idx]
+    row_of = {int(o): v for v, o in enumerate(problem.victims)}
+    out = {}
+    for c in range(len(st.checkpoint_owner)):
+        o = int(st.checkpoint_owner[c])
+        if o < 0:
+            continue
+        alive = True
+        rows = w.checkpoints(o)
+        if o in row_of and codes[row_of[o]] != ABSENT:
+            mask = int(problem.options.alive[row_of[o], codes[row_of[o]]])
+            alive = bool(mask >> rows.index(c) & 1)
+        elif candidate.checkpoint is not None and o == st.checkpoint_owner[candidate.checkpoint]:
+            if candidate.disposition == Disposition.CONSUME:
+                below = st.checkpoint_frontier[c] <= st.checkpoint_frontier[candidate.checkpoint]
+                alive = bool(below) and st.checkpoint_kind[c] != CheckpointKind.SESSION_ENDPOINT
+        missing = [k for k in w.required(o, [c]) if k not in final_device]
+        pages = [sum(k[0] == n for k in missing) for n in range(w.pools)]
+        copies = len({k[1] for k in missing if k[0] != "image"})
+        on_device = ("image", int(st.checkpoint_image[c])) in final_device
+        out[c] = (alive, on_device, pages, copies)
+    return out
+
+
 def random_state(seed, *, owners=6, checkpoints=3, apply=None, make_problem=None):
     """Returns a state built by legal operations: aliases, both tiers, partial tails, one or two pools."""
     rng = random.Random(seed)
