@@ -9,9 +9,7 @@ Letters: B rows, C lanes, T tokens of a bucket, V vocabulary, W block-table widt
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import jax
@@ -180,16 +178,17 @@ def compile_programs(
 def _compile_all(
     lowerings: Mapping[tuple[str, int], Callable[[], jax.stages.Lowered]], progress: Progress | None
 ) -> dict[tuple[str, int], jax.stages.Compiled]:
-    """Returns each program compiled; tracing is Python and runs here, XLA compiles beside it."""
+    """Returns each program compiled, one after the other.
+
+    Not in parallel threads: on CPU the process once died inside a compiler that ran beside two others, and on
+    an accelerator the compiler measures kernels on the device. The persistent cache is what makes the next
+    start fast.
+    """
     compiled: dict[tuple[str, int], jax.stages.Compiled] = {}
-    # On an accelerator the compiler measures kernels on the device: two at once would disturb each other.
-    workers = min(4, os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
-    with ThreadPoolExecutor(workers) as pool:
-        waiting = {key: pool.submit(lower().compile) for key, lower in lowerings.items()}
-        for key, future in waiting.items():
-            compiled[key] = future.result()
-            if progress is not None:
-                progress(f"{key[0]} {key[1]}", len(compiled), len(lowerings))
+    for key, lower in lowerings.items():
+        compiled[key] = lower().compile()
+        if progress is not None:
+            progress(f"{key[0]} {key[1]}", len(compiled), len(lowerings))
     return compiled
 
 

@@ -69,7 +69,7 @@ def open_tiny(checkpoint):
     )
     model = load_model(checkpoint, dtype="float32", load_format="dummy", seed=3)
     return open_program(
-        model, plan, prefill_chunk_tokens=CHUNK, eos_token_ids=frozenset({EOS}), allowed_vocab_size=120
+        model, plan, prefill_chunk_tokens=chunk, eos_token_ids=frozenset({EOS}), allowed_vocab_size=120
     )
 
 
@@ -132,7 +132,8 @@ def test_planned_bytes_equal_allocated_bytes(program):
 
 def test_opening_allocates_what_the_table_says(checkpoint):
     before = sum(array.nbytes for array in jax.live_arrays())
-    program = open_tiny(checkpoint)
+    options = SizingOptions(2048, max_concurrency=1, kv_capacity_tokens=2048, device_state_slots=3)
+    program = open_tiny(checkpoint, options, chunk=64)
     grown = sum(array.nbytes for array in jax.live_arrays()) - before
     planned = sum(row.planned_bytes for row in program.memory_table().rows if row.persistent)
     program.close()
@@ -267,7 +268,7 @@ def test_dirty_pages_slots_and_lanes_leave_no_trace(program, build):
     work = build.work(prompt(100, 2), 20)
     first = build.run_alone(program, work)
     loud = LaneSampling(temperature=1.0, repetition=1.5, seed=1, logit_bias=((3, 50.0),))
-    end(program, *(start(program, build.work(prompt(400, 3 + lane), 1, sampling=loud)) for lane in range(3)))
+    end(program, *(start(program, build.work(prompt(380, 3 + lane), 1, sampling=loud)) for lane in range(3)))
     assert build.run_alone(program, work) == first
 
 
