@@ -1,7 +1,7 @@
 """Owns the gated full-attention mixer: projections, head norms, rotation, output gate.
 
-It owns no KV memory and no attention algorithm: paged attention is `kernels/paged_attention.py`; only the cacheless
-attention of training and research lives here, because it needs a gradient.
+It owns no KV memory and no attention algorithm: paged attention is `kernels/paged_attention.py`; only the
+cacheless attention of training and research lives here, because it needs a gradient.
 
 Letters: N tokens, T tokens of one sequence, Hq/Hkv query and key/value heads, G = Hq/Hkv, D head size.
 """

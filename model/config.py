@@ -114,9 +114,11 @@ class Qwen35Config:
         """Returns the text geometry of a parsed `config.json`, flat or nested under `text_config`.
 
         Args:
-            raw: the parsed JSON object. Unknown fields are ignored; missing ones get the transformers default.
+            raw: the parsed JSON object. Unknown fields are ignored; missing ones get the transformers
+            default.
         Raises:
-            CheckpointError: if the architecture is not Qwen3.5, a feature is not supported, or sizes contradict
+            CheckpointError: if the architecture is not Qwen3.5, a feature is not supported, or sizes
+            contradict
                 each other. Every problem found is in the one message.
         """
         return _read_config(raw)
@@ -240,7 +242,9 @@ def _rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
 def _layer_types(text: Mapping[str, Any], num_layers: int, interval: int) -> tuple[str, ...]:
     given = text.get("layer_types")
     if given is None:
-        return tuple(FULL_ATTENTION if (i + 1) % interval == 0 else LINEAR_ATTENTION for i in range(num_layers))
+        return tuple(
+            FULL_ATTENTION if (i + 1) % interval == 0 else LINEAR_ATTENTION for i in range(num_layers)
+        )
     return tuple(str(kind) for kind in given)
 
 
@@ -274,7 +278,9 @@ def _contradictions(config: Qwen35Config, rope: Mapping[str, Any]) -> list[str]:
         ("linear_num_value_heads", "linear_num_key_heads"),
     ):
         if getattr(config, many) % getattr(config, few):
-            problems.append(f"{many} {getattr(config, many)} is not a multiple of {few} {getattr(config, few)}")
+            problems.append(
+                f"{many} {getattr(config, many)} is not a multiple of {few} {getattr(config, few)}"
+            )
     if not 2 <= config.rotary_dim <= config.head_dim or config.rotary_dim % 2:
         problems.append(
             f"partial_rotary_factor {rope['partial_rotary_factor']} of head_dim {config.head_dim} gives "

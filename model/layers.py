@@ -2,9 +2,9 @@
 
 It owns no mixer (`attention.py`, `gated_delta.py`) and no expert routing (`moe.py`).
 
-Letters: N tokens (any leading shape), H hidden size, F feed-forward width, D head size, Dr rotated components.
-All projection weights are stored `[in, out]`: with few rows, the decode case, XLA's CPU products over that layout were
-1.3 to 2 times as fast as over the checkpoint's `[out, in]`.
+Letters: N tokens (any leading shape), H hidden size, F feed-forward width, D head size, Dr rotated
+components. All projection weights are stored `[in, out]`: with few rows, the decode case, XLA's CPU products
+over that layout were 1.3 to 2 times as fast as over the checkpoint's `[out, in]`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ def weight_param(shape: tuple[int, ...], dtype: jnp.dtype) -> nnx.Param:
 def vector_param(shape: tuple[int, ...]) -> nnx.Param:
     """Returns a float32 parameter, whatever the model dtype.
 
-    Norm gains, decay rates and time steps enter float32 arithmetic, so keeping them there is exact for bfloat16
-    checkpoints and costs nothing; rounding `A_log` and the gated norm to bfloat16 is a known accuracy bug elsewhere.
+    Norm gains, decay rates and time steps enter float32 arithmetic, so keeping them there is exact for
+    bfloat16 checkpoints and costs nothing; rounding `A_log` and the gated norm to bfloat16 is a known
+    accuracy bug elsewhere.
     """
     return nnx.Param(jnp.zeros(shape, jnp.float32))
 
@@ -102,9 +103,7 @@ def rotary_rows(config: Qwen35Config) -> np.ndarray:
     return rows
 
 
-def rotary_table(
-    config: Qwen35Config, positions: jax.Array, dtype: jnp.dtype
-) -> tuple[jax.Array, jax.Array]:
+def rotary_table(config: Qwen35Config, positions: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """Returns (cos, sin), each [N, Dr/2] in `dtype`; the angles themselves are float32.
 
     Args:

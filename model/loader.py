@@ -6,9 +6,10 @@ It owns no names or layouts (`weights.py`) and runs the model only for research 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,14 +20,13 @@ import numpy as np
 from flax import nnx
 from safetensors import safe_open
 
+from ninfer_jax.model.cache import PAGE_TOKENS
 from ninfer_jax.model.config import Qwen35Config, load_config
 from ninfer_jax.model.errors import CheckpointError
-from ninfer_jax.model.transformer import Qwen35
+from ninfer_jax.model.transformer import Qwen35, full_logits
 from ninfer_jax.model.weights import (
     HEAD_NAME,
-    RELEASED_PREFIX,
     CheckpointStyle,
-    Recipe,
     build_parameter,
     check_tensors,
     checkpoint_tensors,
@@ -93,7 +93,9 @@ def random_value(
     fan_in = config.hidden_size if path in ("embedding", "head") else shape[-2]
     # What is added to the residual stream starts smaller, so that depth does not inflate it.
     gain = 0.5 if name in ("out_proj", "down") else 1.0
-    value = rng.random(shape, np.float32)  # uniform: four times as fast as normal, and the variance is what matters
+    value = rng.random(
+        shape, np.float32
+    )  # uniform: four times as fast as normal, and the variance is what matters
     value -= np.float32(0.5)
     value *= np.float32(gain * math.sqrt(12.0 / fan_in))
     return value
@@ -115,9 +117,7 @@ def make_random_module(config: Qwen35Config, *, dtype: DTypeName = "float32", se
     )
 
 
-def export_tensors(
-    module: Qwen35, style: CheckpointStyle = DEFAULT_STYLE
-) -> dict[str, np.ndarray]:
+def export_tensors(module: Qwen35, style: CheckpointStyle = DEFAULT_STYLE) -> dict[str, np.ndarray]:
     """Returns the module's parameters as Hugging Face tensors, ready for `safetensors.numpy.save_file`.
 
     Args:
@@ -145,7 +145,8 @@ def open_checkpoint(directory: Path) -> TensorFiles:
     """Returns the tensor directory of a sharded or single-file safetensors checkpoint.
 
     Raises:
-        CheckpointError: if there is no safetensors file, a shard is missing or unreadable, or a tensor has a dtype
+        CheckpointError: if there is no safetensors file, a shard is missing or unreadable, or a tensor has a
+        dtype
             that is not a plain float.
     """
     index = directory / "model.safetensors.index.json"
@@ -158,16 +159,20 @@ def open_checkpoint(directory: Path) -> TensorFiles:
     else:
         files = sorted(directory.glob("*.safetensors"))
     if not files:
-        raise CheckpointError(f"no safetensors weights in {directory}: expected model.safetensors or an index.json")
+        raise CheckpointError(
+            f"no safetensors weights in {directory}: expected model.safetensors or an index.json"
+        )
     absent = [path.name for path in files if not path.is_file()]
     if absent:
-        raise CheckpointError(f"{len(absent)} shards named by {index.name} are missing: {', '.join(absent[:8])}")
+        raise CheckpointError(
+            f"{len(absent)} shards named by {index.name} are missing: {', '.join(absent[:8])}"
+        )
     file_of: dict[str, Path] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for path in files:
         try:
             with safe_open(path, framework="numpy") as file:
-                for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                for name in file.keys():
                     header = file.get_slice(name)
                     shapes[name] = tuple(header.get_shape())
                     if header.get_dtype() not in _TENSOR_DTYPES and not name.startswith("mtp."):
@@ -180,3 +185,127 @@ def open_checkpoint(directory: Path) -> TensorFiles:
         except Exception as error:
             raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
     return TensorFiles(file_of, shapes)
+
+
+def param_bytes(config: Qwen35Config, dtype: DTypeName) -> int:
+    """Returns the bytes that the parameters of `config` occupy on the device, without allocating them."""
+    specs = abstract_parameters(config, _DTYPES[dtype]).values()
+    return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model on the device: structure, and flat leaves that any jitted function can take as an argument."""
+
+    config: Qwen35Config
+    graphdef: nnx.GraphDef
+    leaves: tuple[jax.Array, ...]
+    treedef: jax.tree_util.PyTreeDef
+    dtype: jnp.dtype
+    skipped_tensors: tuple[str, ...]  # known parts that a text model does not use: vision, draft head
+    extra_tensors: tuple[str, ...]  # names that mean nothing to this package
+
+    def module(self, leaves: Sequence[jax.Array] | None = None) -> Qwen35:
+        """Returns the module over these leaves; inside jit pass the traced ones, outside none."""
+        leaves = self.leaves if leaves is None else leaves
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
+
+    def logits(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Returns f32[T, V], the next-token logits at every position of one text, with no engine.
+
+        Args:
+            token_ids: int[T], T >= 1, each below the vocabulary size.
+        Raises:
+            ValueError: if there is no token or one is out of range.
+        """
+        ids = np.asarray(token_ids)
+        if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
+            raise ValueError(f"token_ids is {ids.dtype}{list(ids.shape)}, expected at least one integer id")
+        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
+            raise ValueError(
+                f"token ids span {ids.min()}..{ids.max()}, expected 0..{self.config.vocab_size - 1}"
+            )
+        # Few lengths, few compilations: up to the next power of two of pages.
+        padded = PAGE_TOKENS * 2 ** math.ceil(math.log2(-(-ids.size // PAGE_TOKENS)))
+        tokens = np.zeros(padded, np.int32)
+        tokens[: ids.size] = ids
+        return np.array(_full_logits(self.graphdef, self.treedef, self.leaves, tokens)[: ids.size])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _full_logits(
+    graphdef: nnx.GraphDef, treedef: jax.tree_util.PyTreeDef, leaves: tuple[jax.Array, ...], tokens: jax.Array
+) -> jax.Array:
+    return full_logits(nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves)), tokens)
+
+
+def load_model(
+    directory: str | Path,
+    *,
+    dtype: DTypeName | None = None,
+    load_format: Literal["auto", "dummy"] = "auto",
+    seed: int = 0,
+) -> LoadedModel:
+    """Returns the model of a Hugging Face directory, its weights on the default device.
+
+    Everything that can be wrong is checked from config and file headers before a weight is read. Then
+    parameters are made one at a time, so host and device memory stay below the weights plus one parameter.
+
+    Args:
+        directory: has `config.json` and, unless dummy, `model.safetensors` or shards with an index.
+        dtype: of weights and activations; by default float32 on CPU and bfloat16 elsewhere.
+        load_format: "auto" reads the checkpoint, "dummy" draws random weights of its geometry.
+        seed: of the dummy weights.
+    Raises:
+        CheckpointError: if the checkpoint is unsupported, incomplete or contradicts its config.
+        ValueError: if an argument is not one of its choices.
+    """
+    if dtype is None:
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype is {dtype!r}, expected 'float32' or 'bfloat16'")
+    if load_format not in ("auto", "dummy"):
+        raise ValueError(f"load_format is {load_format!r}, expected 'auto' or 'dummy'")
+    directory = Path(directory)
+    config = load_config(directory)
+    if load_format == "dummy":
+        return make_loaded_model(make_random_module(config, dtype=dtype, seed=seed))
+
+    files = open_checkpoint(directory)
+    if config.tie_word_embeddings and HEAD_NAME in files.shapes:
+        config = dataclasses.replace(config, tie_word_embeddings=False)
+    table = {recipe.path: recipe for recipe in recipes(config, detect_style(files.shapes))}
+    check_tensors(table.values(), files.shapes)
+
+    def value_of(path: str, spec: jax.ShapeDtypeStruct) -> jax.Array:
+        # jnp.array copies: an alias of the mapped file would change or fault when the file does.
+        return jnp.array(build_parameter(table[path], files.read, spec.dtype))
+
+    module = module_from_parameters(config, _DTYPES[dtype], value_of)
+    skipped = skipped_names(files.shapes)
+    used = {part.name for recipe in table.values() for part in recipe.parts}
+    extra = tuple(sorted(set(files.shapes) - used - set(skipped)))
+    return make_loaded_model(module, skipped, extra)
+
+
+def make_loaded_model(
+    module: Qwen35, skipped_tensors: tuple[str, ...] = (), extra_tensors: tuple[str, ...] = ()
+) -> LoadedModel:
+    """Returns a module split once into the flat leaves that serving passes to jit.
+
+    Args:
+        module: real arrays, not tracers.
+        skipped_tensors: see `LoadedModel`.
+        extra_tensors: see `LoadedModel`.
+    """
+    graphdef, state = nnx.split(module)
+    leaves, treedef = jax.tree.flatten(state)
+    return LoadedModel(
+        config=module.config,
+        graphdef=graphdef,
+        leaves=tuple(leaves),
+        treedef=treedef,
+        dtype=jnp.dtype(module.dtype),
+        skipped_tensors=skipped_tensors,
+        extra_tensors=extra_tensors,
+    )

@@ -1,7 +1,7 @@
 """Owns the model as a whole: the `Qwen35` module and the pure functions that run it.
 
-It owns no weights on disk (`loader.py`), no sampling and no page allocation: which pages and slots a step touches
-arrives as arrays.
+It owns no weights on disk (`loader.py`), no sampling and no page allocation: which pages and slots a step
+touches arrives as arrays.
 
 Letters: B rows or sequences, T tokens, V vocabulary, H hidden size, W page-table width.
 """
@@ -9,19 +9,52 @@ Letters: B rows or sequences, T tokens, V vocabulary, H hidden size, W page-tabl
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from ninfer_jax.model.attention import GatedAttention, causal_attention
+from ninfer_jax.model.cache import PAGE_TOKENS, Cache, make_cache, make_cache_spec
 from ninfer_jax.model.config import FULL_ATTENTION, Qwen35Config
 from ninfer_jax.model.gated_delta import GatedDeltaNet
+from ninfer_jax.model.kernels.page_write import write_tokens
+from ninfer_jax.model.kernels.paged_attention import Backend, decode_attention, prefill_attention
 from ninfer_jax.model.layers import DenseFFN, OffsetNorm, precision_of, rotary_table, weight_param
+from ninfer_jax.model.moe import SparseFFN
 
 Mixer = GatedAttention | GatedDeltaNet
 # What one pass does with layer i: (i, its mixer, the normed input) -> the mixer's output.
 MixFn = Callable[[int, Mixer, jax.Array], jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class DecodeBatch:
+    """One token for each of B rows. The rows' write slots are distinct."""
+
+    tokens: jax.Array  # int32[B]
+    positions: jax.Array  # int32[3, B], M-RoPE rows
+    block_tables: jax.Array  # int32[B, W], page ids in token order
+    lengths: jax.Array  # int32[B], KV tokens including this one
+    read_slots: jax.Array  # int32[B]; num_slots (out of range) reads the zero state
+    write_slots: jax.Array  # int32[B]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class PrefillChunk:
+    """Consecutive tokens of one sequence, padded on the right to T."""
+
+    tokens: jax.Array  # int32[T]
+    positions: jax.Array  # int32[3, T], M-RoPE rows
+    block_table: jax.Array  # int32[W], page ids in token order
+    start_tokens: jax.Array  # int32[], KV tokens before this chunk
+    num_tokens: jax.Array  # int32[], valid tokens, at least 1
+    read_slot: jax.Array  # int32[]; num_slots (out of range) reads the zero state
+    write_slot: jax.Array  # int32[]
 
 
 class Block(nnx.Module):
@@ -31,8 +64,10 @@ class Block(nnx.Module):
         self.mixer_norm = OffsetNorm(config.hidden_size, config.rms_norm_eps)
         self.mixer: Mixer = (GatedAttention if kind == FULL_ATTENTION else GatedDeltaNet)(config, dtype)
         self.ffn_norm = OffsetNorm(config.hidden_size, config.rms_norm_eps)
-        assert config.intermediate_size is not None
-        self.ffn = DenseFFN(config.hidden_size, config.intermediate_size, dtype)
+        if config.intermediate_size is None:
+            self.ffn: DenseFFN | SparseFFN = SparseFFN(config, dtype)
+        else:
+            self.ffn = DenseFFN(config.hidden_size, config.intermediate_size, dtype)
 
 
 class Qwen35(nnx.Module):
@@ -85,6 +120,142 @@ def run_layers(
     return module.norm(x)
 
 
+def _read_slots(pool: jax.Array, slots: jax.Array) -> jax.Array:
+    """Returns the state in `slots` [...]; zeros for an index out of range, which is how a sequence starts."""
+    return pool.at[slots].get(mode="fill", fill_value=0)
+
+
+def decode_step(
+    module: Qwen35, cache: Cache, batch: DecodeBatch, *, backend: Backend = "xla"
+) -> tuple[jax.Array, Cache]:
+    """Returns (logits f32[B, V] of the next token, cache) after one token of each row.
+
+    Args:
+        module: the model.
+        cache: donate it; pages and slots that no row names keep their contents.
+        batch: the rows.
+        backend: attention backend, static.
+    """
+    config = module.config
+    cos, sin = rotary_table(config, batch.positions, module.dtype)
+    last = batch.lengths - 1
+    page_ids = jnp.take_along_axis(batch.block_tables, last[:, None] // PAGE_TOKENS, axis=1)[:, 0]
+    k_pages, v_pages = list(cache.k_pages), list(cache.v_pages)
+    recurrent, conv = list(cache.recurrent), list(cache.conv)
+
+    def mix(index: int, mixer: Mixer, x: jax.Array) -> jax.Array:
+        if isinstance(mixer, GatedDeltaNet):
+            i = config.linear_layers.index(index)
+            state = _read_slots(recurrent[i], batch.read_slots), _read_slots(conv[i], batch.read_slots)
+            out, new_recurrent, new_conv = mixer.step(x, *state)
+            recurrent[i] = recurrent[i].at[batch.write_slots].set(new_recurrent, mode="drop")
+            conv[i] = conv[i].at[batch.write_slots].set(new_conv, mode="drop")
+            return out
+        i = config.full_layers.index(index)
+        heads = mixer.project(x, cos, sin)
+        # Written first, read after: reading the old pool would make XLA keep a copy of it.
+        k_pages[i] = write_tokens(k_pages[i], heads.k, page_ids, last % PAGE_TOKENS)
+        v_pages[i] = write_tokens(v_pages[i], heads.v, page_ids, last % PAGE_TOKENS)
+        attended = decode_attention(
+            heads.q,
+            k_pages[i],
+            v_pages[i],
+            batch.block_tables,
+            batch.lengths,
+            scale=mixer.scale,
+            backend=backend,
+        )
+        return mixer.finish(attended, heads.gate)
+
+    hidden = run_layers(module, module.embedding[...][batch.tokens], mix)
+    tail = cache.tail_hidden.at[batch.write_slots].set(hidden, mode="drop")
+    after = Cache(tuple(k_pages), tuple(v_pages), tuple(recurrent), tuple(conv), tail)
+    return head_logits(module, hidden), after
+
+
+def prefill_hidden(
+    module: Qwen35,
+    cache: Cache,
+    chunk: PrefillChunk,
+    *,
+    backend: Backend = "xla",
+    observe: Callable[[jax.Array], None] | None = None,
+) -> tuple[jax.Array, Cache]:
+    """Returns (final-norm hidden [T, H], cache) after one chunk; rows of padding mean nothing.
+
+    Args:
+        module: the model.
+        cache: donate it.
+        chunk: the tokens.
+        backend: attention backend, static.
+        observe: see `run_layers`.
+    """
+    config, tokens = module.config, chunk.tokens.shape[0]
+    cos, sin = rotary_table(config, chunk.positions, module.dtype)
+    offsets = jnp.arange(tokens, dtype=jnp.int32)
+    index_in_sequence = chunk.start_tokens + offsets
+    pages = chunk.block_table.at[index_in_sequence // PAGE_TOKENS].get(mode="fill", fill_value=-1)
+    page_ids = jnp.where(offsets < chunk.num_tokens, pages, -1)  # -1 is no page: padding writes nothing
+    k_pages, v_pages = list(cache.k_pages), list(cache.v_pages)
+    recurrent, conv = list(cache.recurrent), list(cache.conv)
+
+    def mix(index: int, mixer: Mixer, x: jax.Array) -> jax.Array:
+        if isinstance(mixer, GatedDeltaNet):
+            i = config.linear_layers.index(index)
+            state = _read_slots(recurrent[i], chunk.read_slot), _read_slots(conv[i], chunk.read_slot)
+            out, new_recurrent, new_conv = mixer.chunk(x, *state, chunk.num_tokens)
+            recurrent[i] = recurrent[i].at[chunk.write_slot].set(new_recurrent, mode="drop")
+            conv[i] = conv[i].at[chunk.write_slot].set(new_conv, mode="drop")
+            return out
+        i = config.full_layers.index(index)
+        heads = mixer.project(x, cos, sin)
+        k_pages[i] = write_tokens(k_pages[i], heads.k, page_ids, index_in_sequence % PAGE_TOKENS)
+        v_pages[i] = write_tokens(v_pages[i], heads.v, page_ids, index_in_sequence % PAGE_TOKENS)
+        attended = prefill_attention(
+            heads.q,
+            k_pages[i],
+            v_pages[i],
+            chunk.block_table,
+            chunk.start_tokens,
+            chunk.num_tokens,
+            scale=mixer.scale,
+            backend=backend,
+        )
+        return mixer.finish(attended, heads.gate)
+
+    hidden = run_layers(module, module.embedding[...][chunk.tokens], mix, observe)
+    last = lax.dynamic_index_in_dim(hidden, chunk.num_tokens - 1, keepdims=False)
+    tail = cache.tail_hidden.at[chunk.write_slot].set(last, mode="drop")
+    return hidden, Cache(tuple(k_pages), tuple(v_pages), tuple(recurrent), tuple(conv), tail)
+
+
+def prefill_chunk(
+    module: Qwen35, cache: Cache, chunk: PrefillChunk, *, backend: Backend = "xla"
+) -> tuple[jax.Array, Cache]:
+    """Returns (logits f32[V] after the last valid token, cache) of one chunk.
+
+    Args:
+        module: the model.
+        cache: donate it; pages and slots that the chunk does not name keep their contents.
+        chunk: the tokens.
+        backend: attention backend, static.
+    """
+    hidden, cache = prefill_hidden(module, cache, chunk, backend=backend)
+    last = lax.dynamic_index_in_dim(hidden, chunk.num_tokens - 1, keepdims=True)
+    return head_logits(module, last)[0], cache
+
+
+def logits_from_tail(module: Qwen35, cache: Cache, slots: jax.Array) -> jax.Array:
+    """Returns f32[B, V], the next-token logits of states that are complete: no token is run.
+
+    Args:
+        module: the model.
+        cache: only read.
+        slots: int32[B].
+    """
+    return head_logits(module, _read_slots(cache.tail_hidden, slots))
+
+
 def text_positions(num_tokens: int, start: jax.Array | int = 0) -> jax.Array:
     """Returns int32[3, T], the equal rows of plain text starting at `start`."""
     return jnp.broadcast_to(start + jnp.arange(num_tokens, dtype=jnp.int32), (3, num_tokens))
@@ -119,6 +290,28 @@ def sequence_hidden(
         return mixer.finish(causal_attention(heads.q, heads.k, heads.v, mixer.scale), heads.gate)
 
     return run_layers(module, module.embedding[...][tokens], mix, observe)
+
+
+def full_logits(module: Qwen35, tokens: jax.Array) -> jax.Array:
+    """Returns f32[T, V] of one text from root, through the same pages and slots that serving uses.
+
+    Args:
+        module: the model.
+        tokens: int32[T], T >= 1; padding on the right changes nothing before it.
+    """
+    num_tokens = tokens.shape[0]
+    num_pages = -(-num_tokens // PAGE_TOKENS)
+    cache = make_cache(make_cache_spec(module.config, module.dtype.name), num_pages, num_slots=1)
+    chunk = PrefillChunk(
+        tokens=tokens,
+        positions=text_positions(num_tokens),
+        block_table=jnp.arange(num_pages, dtype=jnp.int32),
+        start_tokens=jnp.int32(0),
+        num_tokens=jnp.int32(num_tokens),
+        read_slot=jnp.int32(cache.num_slots),
+        write_slot=jnp.int32(0),
+    )
+    return head_logits(module, prefill_hidden(module, cache, chunk)[0])
 
 
 def sequence_logits(module: Qwen35, tokens: jax.Array) -> jax.Array:

@@ -2,7 +2,8 @@
 
 It owns names, shapes and layouts only: no file is opened here (`loader.py`) and no array reaches a device.
 
-Letters: V vocabulary, H hidden size, F/Fs expert and shared widths, E experts, D head size, M convolution channels.
+Letters: V vocabulary, H hidden size, F/Fs expert and shared widths, E experts, D head size, M convolution
+channels.
 """
 
 from __future__ import annotations
@@ -213,7 +214,12 @@ def _attention_recipes(config: Qwen35Config, ours: str, theirs: str) -> Iterator
         hidden,
         [
             # rows alternate query and gate head by head; ours are all queries, then all gates
-            (f"{theirs}.q_proj.weight", 2 * heads * dim, lambda x: regroup(x, heads, 2), lambda x: regroup(x, 2, heads)),
+            (
+                f"{theirs}.q_proj.weight",
+                2 * heads * dim,
+                lambda x: regroup(x, heads, 2),
+                lambda x: regroup(x, 2, heads),
+            ),
             (f"{theirs}.k_proj.weight", keys, _same, _same),
             (f"{theirs}.v_proj.weight", keys, _same, _same),
         ],
@@ -224,22 +230,35 @@ def _attention_recipes(config: Qwen35Config, ours: str, theirs: str) -> Iterator
 
 
 def _delta_recipes(config: Qwen35Config, ours: str, theirs: str) -> Iterator[Recipe]:
-    heads, channels, width = config.linear_num_value_heads, config.conv_channels, config.linear_conv_kernel_dim
+    heads, channels, width = (
+        config.linear_num_value_heads,
+        config.conv_channels,
+        config.linear_conv_kernel_dim,
+    )
     theirs = f"{theirs}.linear_attn"
     yield _columns(
         f"{ours}.in_proj",
         config.hidden_size,
         [
             (f"{theirs}.in_proj_{name}.weight", rows, _same, _same)
-            for name, rows in (("qkv", channels), ("z", config.linear_value_width), ("b", heads), ("a", heads))
+            for name, rows in (
+                ("qkv", channels),
+                ("z", config.linear_value_width),
+                ("b", heads),
+                ("a", heads),
+            )
         ],
     )
-    taps = Part(f"{theirs}.conv1d.weight", (channels, 1, width), (), lambda x: x[:, 0].T, lambda x: x.T[:, None])
+    taps = Part(
+        f"{theirs}.conv1d.weight", (channels, 1, width), (), lambda x: x[:, 0].T, lambda x: x.T[:, None]
+    )
     yield Recipe(f"{ours}.conv", (width, channels), (taps,))
     yield _whole(f"{ours}.a_log", f"{theirs}.A_log", (heads,))
     yield _whole(f"{ours}.dt_bias", f"{theirs}.dt_bias", (heads,))
     yield _whole(f"{ours}.norm", f"{theirs}.norm.weight", (config.linear_value_head_dim,))
-    yield _linear(f"{ours}.out_proj", f"{theirs}.out_proj.weight", config.hidden_size, config.linear_value_width)
+    yield _linear(
+        f"{ours}.out_proj", f"{theirs}.out_proj.weight", config.hidden_size, config.linear_value_width
+    )
 
 
 def _swiglu_recipes(ours: str, theirs: str, hidden: int, width: int) -> Iterator[Recipe]:
@@ -257,7 +276,9 @@ def _moe_recipes(config: Qwen35Config, ours: str, theirs: str, fused: bool) -> I
     yield _linear(f"{ours}.router", f"{theirs}.gate.weight", experts, hidden)
     gate_up, down = (experts, hidden, 2 * width), (experts, width, hidden)
     if fused:
-        both = Part(f"{theirs}.experts.gate_up_proj", (experts, 2 * width, hidden), (), _transpose, _transpose)
+        both = Part(
+            f"{theirs}.experts.gate_up_proj", (experts, 2 * width, hidden), (), _transpose, _transpose
+        )
         yield Recipe(f"{ours}.gate_up", gate_up, (both,))
         one = Part(f"{theirs}.experts.down_proj", (experts, hidden, width), (), _transpose, _transpose)
         yield Recipe(f"{ours}.down", down, (one,))
