@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 from datetime import datetime
 
 import numpy as np
@@ -81,6 +83,21 @@ def test_every_frontier_is_what_its_own_prefix_tokenises_to(frontend):
             prefix = text_up_to(frontend, prepared, at)
             assert prepared.text.startswith(prefix)
             assert frontend.tokenizer.encode(prefix) == tokens[:at].tolist()
+
+
+@pytest.mark.parametrize("name", ["miniswe_sessions.jsonl", "swe_agent_sessions.jsonl"])
+def test_every_end_in_real_sessions_is_found_and_exact(frontend, shared_dir, name):
+    path = shared_dir / "workloads" / "text" / name
+    if not path.is_file():
+        pytest.skip(f"{path} is not there")
+    with path.open(encoding="utf-8") as lines:
+        sessions = [json.loads(line)["messages"] for line in itertools.islice(lines, 4)]
+    for messages in sessions:
+        prepared = frontend.prepare_messages(messages)
+        assert ends(prepared).keys() == set(range(1, len(messages) + 1))
+        for frontier in ends(prepared).values():
+            prefix = text_up_to(frontend, prepared, frontier)
+            assert frontend.tokenizer.encode(prefix) == prepared.identity.tokens[:frontier].tolist()
 
 
 def test_the_whole_prompt_is_tokenised_at_once(frontend):
