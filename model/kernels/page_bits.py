@@ -1,8 +1,8 @@
 """Moves 16-bit float pages as integers.
 
-Owns one workaround and nothing else: the CPU compiler of jax 0.10.2 widens a whole bfloat16 pool to float32 around
-every gather or scatter (measured: 450 ms and twice the pool in temporary memory for 8 rows of a 256 MiB pool). The
-same bits as uint16 move in place. Elsewhere the bitcasts cost nothing.
+Owns one workaround and nothing else: the CPU compiler of jax 0.10.2 widens a whole bfloat16 pool to float32
+around every gather or scatter (measured: 450 ms and twice the pool in temporary memory for 8 rows of a 256
+MiB pool). The same bits as uint16 move in place. Elsewhere the bitcasts cost nothing.
 """
 
 import jax

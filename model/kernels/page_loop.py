@@ -1,13 +1,13 @@
 """Attention over paged KV in plain XLA: loops over live pages with an online softmax.
 
-Owns the CPU path (and the fallback of devices without wgmma). Does not validate: `paged_attention` does, and it
-alone decides which backend runs.
+Owns the CPU path (and the fallback of devices without wgmma). Does not validate: `paged_attention` does, and
+it alone decides which backend runs.
 
 Letters: B rows, T queries, Hq query heads, Hkv KV heads, G = Hq / Hkv, D head size, P pages, W table width.
 
-Both loops take their trip counts from the live lengths, so the cost follows live tokens and not the width of the
-table. Nothing that is masked can reach the result, whatever its bits: scores of masked keys are replaced after the
-product, and masked rows of V are zeroed before theirs (a zero weight times NaN would still be NaN).
+Both loops take their trip counts from the live lengths, so the cost follows live tokens and not the width of
+the table. Nothing that is masked can reach the result, whatever its bits: scores of masked keys are replaced
+after the product, and masked rows of V are zeroed before theirs (a zero weight times NaN would still be NaN).
 """
 
 import jax
@@ -16,8 +16,9 @@ from jax import lax
 
 from ninfer_jax.model.kernels.page_bits import bits_of, widened
 
-# Pages per loop step. Decode: 2 keep K and V of a step in the second-level cache at D = 256 (4 and more were slower
-# on two cores). Prefill: 4 pages and 128 queries per block reached 70 % of the dense matmul rate, larger blocks less.
+# Pages per loop step. Decode: 2 keep K and V of a step in the second-level cache at D = 256 (4 and more were
+# slower on two cores). Prefill: 4 pages and 128 queries per block reached 70 % of the dense matmul rate,
+# larger blocks less.
 DECODE_STEP_PAGES = 2
 PREFILL_STEP_PAGES = 4
 PREFILL_BLOCK_QUERIES = 128
@@ -37,9 +38,9 @@ def decode_page_loop(
 ) -> jax.Array:
     """Returns attention of one query per row over the first `lengths` tokens of its pages.
 
-    Rows are taken one after another, each for as many steps as its own length needs: one long row among short ones
-    costs its own pages only. (One loop for all rows is up to a third faster when all lengths are equal, and as
-    many times slower as the longest row exceeds the mean.)
+    Rows are taken one after another, each for as many steps as its own length needs: a long row among short
+    ones costs its own pages only. (One loop for all rows is up to a third faster when all lengths are equal,
+    and as many times slower as the longest row exceeds the mean.)
 
     Args:
         q: [B, Hq, D].
@@ -95,8 +96,8 @@ def prefill_page_loop(
 ) -> jax.Array:
     """Returns causal attention of one chunk of queries over pages that already hold its own K and V.
 
-    Blocks of queries meet blocks of pages; a block of queries stops at the page of its last query, and a block that
-    is all padding takes no step.
+    Blocks of queries meet blocks of pages; a block of queries stops at the page of its last query, and a
+    block that is all padding takes no step.
 
     Args:
         q: [T, Hq, D], at positions start_tokens .. start_tokens + T - 1.

@@ -1,11 +1,11 @@
 """Writes, copies and packs KV pages.
 
-Owns the movement of page contents inside the device: new tokens into pages, whole pages onto pages (copy on write),
-and groups of pages of all layers into one buffer for the host tier and back. Does not choose pages, and does not
-cross to the host.
+Owns the movement of page contents inside the device: new tokens into pages, whole pages onto pages (copy on
+write), and groups of pages of all layers into one buffer for the host tier and back. Does not choose pages,
+and does not cross to the host.
 
-Every function that returns pools is in place when the caller's jit donates them. Ids out of range mean "nothing
-there": such a write is dropped, so that padding needs no branch.
+Every function that returns pools is in place when the caller's jit donates them. Ids out of range mean
+"nothing there": such a write is dropped, so that padding needs no branch.
 
 Letters: P pages, Hkv KV heads, D head size, T tokens, N pages of a group, L layers.
 """
@@ -34,8 +34,8 @@ def write_tokens(pages: jax.Array, new: jax.Array, page_ids: jax.Array, offsets:
     tokens = page_ids.shape[0] if page_ids.ndim == 1 else -1
     if new.shape != (tokens, kv_heads, head_dim):
         raise ValueError(
-            f"new has shape {new.shape}; expected [T, {kv_heads}, {head_dim}] for pages {pages.shape} and page_ids "
-            f"{page_ids.shape}"
+            f"new has shape {new.shape}; expected [T, {kv_heads}, {head_dim}] for pages "
+            f"{pages.shape} and page_ids {page_ids.shape}"
         )
     _require_ids("page_ids", page_ids)
     _require_ids("offsets", offsets)
@@ -53,7 +53,7 @@ def copy_pages(pages: jax.Array, src_ids: jax.Array, dst_ids: jax.Array) -> jax.
 
     Args:
         pages: [P, Hkv, page, D]; donate it.
-        src_ids: int32[N], pages to read; ids out of range read the nearest page (pair them with a dropped dst).
+        src_ids: int32[N], pages to read; ids out of range read the nearest page (for a dropped dst).
         dst_ids: int32[N], pages to overwrite, distinct; ids outside 0..P-1 drop their copy.
 
     Raises:
@@ -144,6 +144,6 @@ def _require_layers(k_pages: Sequence[jax.Array], v_pages: Sequence[jax.Array]) 
     for pool in (*k_pages, *v_pages):
         if pool.shape != first.shape or pool.dtype != first.dtype:
             raise ValueError(
-                f"a pool is {pool.dtype}{list(pool.shape)}; expected {first.dtype}{list(first.shape)} like the first "
-                "layer: layers of different shape are packed apart"
+                f"a pool is {pool.dtype}{list(pool.shape)}; expected {first.dtype}{list(first.shape)} like "
+                "the first layer: layers of different shape are packed apart"
             )

@@ -1,7 +1,8 @@
 """The two attention functions over paged KV that the model calls: one query per row, or one chunk of queries.
 
-Owns their contract: shapes are checked at trace time and the backend is a static choice. Does not compute: the loops
-are in `page_loop`, the GPU kernels in `mosaic_decode` and `mosaic_prefill`, the meaning in `reference`.
+Owns their contract: shapes are checked at trace time and the backend is a static choice. Does not compute:
+the loops are in `page_loop`, the GPU kernels in `mosaic_decode` and `mosaic_prefill`, the meaning in
+`reference`.
 
 Letters: B rows, T queries, Hq query heads, Hkv KV heads, D head size, P pages, W table width.
 """
@@ -49,13 +50,17 @@ def decode_attention(
     rows = q.shape[0]
     if block_tables.ndim != 2 or block_tables.shape[0] != rows or block_tables.dtype != jnp.int32:
         raise ValueError(
-            f"block_tables is {block_tables.dtype}{list(block_tables.shape)}; expected int32[{rows}, table width], "
-            "one row per query"
+            f"block_tables is {block_tables.dtype}{list(block_tables.shape)}; expected int32[{rows}, table "
+            "width], one row per query"
         )
     if lengths.shape != (rows,) or lengths.dtype != jnp.int32:
         raise ValueError(f"lengths is {lengths.dtype}{list(lengths.shape)}; expected int32[{rows}]")
     if _is_mosaic(backend):
-        raise NotImplementedError("the Mosaic kernels are not built yet")
+        _require_tensor_core_shapes(q, k_pages)
+        # Imported on use: nobody on a CPU should pay for loading Pallas.
+        from ninfer_jax.model.kernels.mosaic_decode import decode_mosaic
+
+        return decode_mosaic(q, k_pages, v_pages, block_tables, lengths, scale=scale)
     return decode_page_loop(q, k_pages, v_pages, block_tables, lengths, scale=scale)
 
 
@@ -90,13 +95,17 @@ def prefill_attention(
     _require_pools(q, k_pages, v_pages, query_axes="[tokens, query_heads, head_dim]")
     if block_table.ndim != 1 or block_table.dtype != jnp.int32:
         raise ValueError(
-            f"block_table is {block_table.dtype}{list(block_table.shape)}; expected int32[table width], one sequence"
+            f"block_table is {block_table.dtype}{list(block_table.shape)}; expected int32[table "
+            "width], one sequence"
         )
     for name, value in (("start_tokens", start_tokens), ("num_tokens", num_tokens)):
         if value.shape != () or value.dtype != jnp.int32:
             raise ValueError(f"{name} is {value.dtype}{list(value.shape)}; expected an int32 scalar array")
     if _is_mosaic(backend):
-        raise NotImplementedError("the Mosaic kernels are not built yet")
+        _require_tensor_core_shapes(q, k_pages)
+        from ninfer_jax.model.kernels.mosaic_prefill import prefill_mosaic
+
+        return prefill_mosaic(q, k_pages, v_pages, block_table, start_tokens, num_tokens, scale=scale)
     return prefill_page_loop(q, k_pages, v_pages, block_table, start_tokens, num_tokens, scale=scale)
 
 
@@ -104,6 +113,23 @@ def _is_mosaic(backend: str) -> bool:
     if backend not in ("xla", "mosaic"):
         raise ValueError(f"backend is {backend!r}; expected 'xla' or 'mosaic'")
     return backend == "mosaic"
+
+
+def _require_tensor_core_shapes(q: jax.Array, pages: jax.Array) -> None:
+    """Raises for what the GPU kernels cannot hold in one tile, and the XLA path can."""
+    if q.dtype != pages.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
+        raise ValueError(
+            f"q is {q.dtype} and the pages {pages.dtype}; the mosaic backend needs one 16-bit float dtype "
+            "for both: use bfloat16, or backend='xla'"
+        )
+    head_dim = q.shape[2]
+    if head_dim % 64 or head_dim > 256:
+        raise ValueError(
+            f"head_dim is {head_dim}; the mosaic backend needs 64, 128, 192 or 256, or use 'xla'"
+        )
+    group = q.shape[1] // pages.shape[1]
+    if group > 64:
+        raise ValueError(f"{group} query heads share a KV head; the mosaic backend holds 64, or use 'xla'")
 
 
 def _require_pools(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, *, query_axes: str) -> None:

@@ -16,7 +16,7 @@ def decode_attention_reference(
     *,
     scale: float,
 ) -> jax.Array:
-    """Returns [B, Hq, D]: attention of one query per row over its first `lengths` tokens, 0 where there are none.
+    """Returns attention of one query per row over its first `lengths` tokens, and 0 where there are none.
 
     Args:
         q: [B, Hq, D].
@@ -24,6 +24,9 @@ def decode_attention_reference(
         block_tables: int32[B, W].
         lengths: int32[B].
         scale: factor on the scores.
+
+    Returns:
+        [B, Hq, D] in the dtype of q.
     """
     return jax.vmap(
         lambda query, table, length: _attend(
@@ -42,7 +45,7 @@ def prefill_attention_reference(
     *,
     scale: float,
 ) -> jax.Array:
-    """Returns [T, Hq, D]: causal attention of a chunk at positions start .. start + T - 1 over live tokens.
+    """Returns causal attention of a chunk at positions start .. start + T - 1 over the live tokens.
 
     Args:
         q: [T, Hq, D].
@@ -50,6 +53,9 @@ def prefill_attention_reference(
         block_table: int32[W].
         start_tokens, num_tokens: int32[].
         scale: factor on the scores.
+
+    Returns:
+        [T, Hq, D] in the dtype of q.
     """
     positions = start_tokens + jnp.arange(q.shape[0])
     return _attend(q, k_pages, v_pages, block_table, positions, start_tokens + num_tokens, scale=scale)
