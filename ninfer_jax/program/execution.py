@@ -325,7 +325,7 @@ class ModelExecutor:
         """Frees weights and buffers; a second call does nothing."""
         self._counter.stop()
         self._free_buffers()
-        for leaf in self._model.leaves:
+        for leaf in (*self._model.leaves, self._eos_mask):
             leaf.delete()
 
     def _free_buffers(self) -> None:
