@@ -69,15 +69,31 @@ def open_tiny(checkpoint):
     )
     model = load_model(checkpoint, dtype="float32", load_format="dummy", seed=3)
     return open_program(
-        model, plan, prefill_chunk_tokens=chunk, eos_token_ids=frozenset({EOS}), allowed_vocab_size=120
+        model, plan, prefill_chunk_tokens=CHUNK, eos_token_ids=frozenset({EOS}), allowed_vocab_size=120
     )
 
 
+def live_bytes() -> int:
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
 @pytest.fixture(scope="module")
-def program(checkpoint):
+def opened(checkpoint):
+    """The program, and by how much the live arrays of the process grew when it was opened."""
+    before = live_bytes()
     program = open_tiny(checkpoint)
-    yield program
+    yield program, live_bytes() - before
+    held = live_bytes()
+    planned = sum(row.planned_bytes for row in program.memory_table().rows if row.persistent)
     program.close()
+    program.close()
+    # `with Engine(...)` frees the device, weights included
+    assert held - live_bytes() == pytest.approx(planned, rel=0.01)
+
+
+@pytest.fixture(scope="module")
+def program(opened):
+    return opened[0]
 
 
 @pytest.fixture(scope="module")
@@ -130,16 +146,10 @@ def test_planned_bytes_equal_allocated_bytes(program):
     assert held == sum(array.nbytes for array in arrays)
 
 
-def test_opening_allocates_what_the_table_says(checkpoint):
-    before = sum(array.nbytes for array in jax.live_arrays())
-    options = SizingOptions(2048, max_concurrency=1, kv_capacity_tokens=2048, device_state_slots=3)
-    program = open_tiny(checkpoint, options, chunk=64)
-    grown = sum(array.nbytes for array in jax.live_arrays()) - before
+def test_opening_allocates_what_the_table_says(opened):
+    program, grown_bytes = opened
     planned = sum(row.planned_bytes for row in program.memory_table().rows if row.persistent)
-    program.close()
-    left = sum(array.nbytes for array in jax.live_arrays()) - before
-    assert grown == pytest.approx(planned, rel=0.01)
-    assert left <= 0.01 * planned  # `close` frees the device, weights included
+    assert grown_bytes == pytest.approx(planned, rel=0.01)
 
 
 def test_every_step_updates_pools_and_states_in_place(program):
