@@ -1,0 +1,96 @@
+"""``ninfer-jax generate``: completes prompts given as text, as a chat turn, or as token ids."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from ninfer_jax.cli.arguments import (
+    add_engine_arguments,
+    add_sampling_arguments,
+    open_engine,
+    print_json,
+    sampling_from,
+)
+
+
+def add_parser(verbs: argparse._SubParsersAction) -> None:
+    """Attaches the verb."""
+    parser = verbs.add_parser("generate", help="complete one or more prompts")
+    parser.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="text; '-' or nothing reads one from stdin"
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="send each prompt as a user message through the template"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="system message of --chat")
+    parser.add_argument(
+        "--token-ids", action="append", metavar="IDS", help="a prompt as ids: 12,7,99; may be repeated"
+    )
+    parser.add_argument("--json", action="store_true", help="print results as JSON")
+    add_engine_arguments(parser)
+    add_sampling_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs all prompts as one batch and prints the answers in their order."""
+    prompts = read_prompts(args)
+    sampling = sampling_from(args)
+    with open_engine(args) as engine:
+        if args.chat:
+            conversations = [chat_messages(args.system, prompt) for prompt in prompts]
+            handles = [engine.submit(messages, sampling=sampling) for messages in conversations]
+            results = [handle.result() for handle in handles]
+        else:
+            results = engine.generate(prompts, sampling)
+    if args.json:
+        print_json([describe_result(result) for result in results])
+    else:
+        for number, result in enumerate(results):
+            if len(results) > 1:
+                print(f"--- {number + 1} of {len(results)}")
+            print(result.text if result.text else " ".join(map(str, result.token_ids)))
+    return 0
+
+
+def read_prompts(args: argparse.Namespace) -> list[str | list[int]]:
+    """Returns the prompts of the command line; stdin stands in for '-' or for none at all."""
+    prompts: list[str | list[int]] = [parse_token_ids(ids) for ids in args.token_ids or ()]
+    texts = args.prompts or ([] if prompts else ["-"])
+    prompts.extend(sys.stdin.read().rstrip("\n") if text == "-" else text for text in texts)
+    if args.chat and any(not isinstance(prompt, str) for prompt in prompts):
+        raise ValueError("--token-ids cannot be combined with --chat: a template needs text")
+    if args.system is not None and not args.chat:
+        raise ValueError("--system needs --chat: a raw prompt has no messages")
+    return prompts
+
+
+def parse_token_ids(text: str) -> list[int]:
+    """Returns the ids of '12,7,99' or '12 7 99'."""
+    pieces = text.replace(",", " ").split()
+    if not pieces or not all(piece.isdigit() for piece in pieces):
+        raise ValueError(f"--token-ids: got {text!r}, expected non-negative integers such as 12,7,99")
+    return [int(piece) for piece in pieces]
+
+
+def chat_messages(system: str | None, prompt: str) -> list[dict[str, Any]]:
+    """Returns one user turn, behind the system message when there is one."""
+    head = [{"role": "system", "content": system}] if system is not None else []
+    return [*head, {"role": "user", "content": prompt}]
+
+
+def describe_result(result: Any) -> dict[str, Any]:
+    """Returns the answer as plain JSON values."""
+    return {
+        "text": result.text,
+        "reasoning": result.reasoning,
+        "token_ids": [int(token) for token in result.token_ids],
+        "finish_reason": result.finish_reason,
+        "usage": {
+            "prompt_tokens": result.usage.prompt_tokens,
+            "completion_tokens": result.usage.completion_tokens,
+            "cached_tokens": result.usage.cached_tokens,
+        },
+    }

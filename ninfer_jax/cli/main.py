@@ -1,0 +1,73 @@
+"""Entry point of ``ninfer-jax``: parses a verb, runs it, turns mistakes into one line and exit code 2.
+
+Owns the parser and the exit codes; each verb owns its own arguments and output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from ninfer_jax.cli import bench, chat, demo, doctor, generate
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser with every verb attached; each verb sets ``run`` to its function."""
+    parser = argparse.ArgumentParser(
+        prog="ninfer-jax", description="Inference for Qwen3.5 hybrid models that plans what context to keep."
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for verb in (demo, generate, chat, doctor, bench):
+        verb.add_parser(verbs)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0 done, 1 the verb itself reports failure, 2 bad input, 130 interrupted.
+
+    Args:
+        argv: arguments after the program name; ``sys.argv[1:]`` when None.
+    """
+    args = build_parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`): point stdout elsewhere, so the exit flush is silent.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+    except (ValueError, OSError) as mistake:
+        print(f"ninfer-jax {args.verb}: {one_line(mistake)}", file=sys.stderr)
+        return EXIT_USAGE
+    except Exception as failure:
+        if not is_expected(failure):
+            raise
+        print(f"ninfer-jax {args.verb}: {one_line(failure)}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def is_expected(failure: Exception) -> bool:
+    """True for errors this package raises on purpose; anything else is a defect and keeps its traceback."""
+    from ninfer_jax.errors import NinferError
+
+    return isinstance(failure, NinferError)
+
+
+def one_line(failure: BaseException) -> str:
+    """Returns the message on a single line, with the file name that an OSError carries."""
+    if isinstance(failure, OSError) and failure.filename is not None:
+        return f"{failure.filename}: {failure.strerror}"
+    return " ".join(str(failure).split()) or type(failure).__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main())
