@@ -102,9 +102,8 @@ def print_turn(turn: dict[str, Any]) -> None:
     """Prints one exchange for a person."""
     print(f"{turn['conversation']}:  {turn['user']}")
     print(f"model: {turn['answer']}")
-    print(
-        f"       [{turn['prompt_tokens']} prompt + {turn['completion_tokens']} answer tokens, {turn['finish_reason']}]\n"
-    )
+    counts = f"{turn['prompt_tokens']} prompt + {turn['completion_tokens']} answer tokens"
+    print(f"       [{counts}, {turn['finish_reason']}]\n")
 
 
 def summarise(engine: Engine, turns: list[dict[str, Any]], startup_s: float, talk_s: float) -> dict[str, Any]:
