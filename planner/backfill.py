@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
 from ninfer_jax.planner.candidate import RequestWork, root_candidate
 from ninfer_jax.planner.extents import Blocked
 from ninfer_jax.planner.ids import OwnerId, OwnerKind, Revision

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-
 from ninfer_jax.planner.outcomes import OutcomeTables, checkpoint_outcomes, make_outcome_tables
 from ninfer_jax.planner.problem import Problem, Tables
 from ninfer_jax.planner.projection import assess, assess_numpy

@@ -7,7 +7,6 @@ base go; what lies at or below it stays as checkpoints of the new lineage.
 from __future__ import annotations
 
 import numpy as np
-
 from ninfer_jax.planner.ids import CheckpointKind, OwnerId
 from ninfer_jax.planner.state import PhysicalState, checkpoints_of
 

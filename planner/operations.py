@@ -73,36 +73,12 @@ def add_owner(
         Raises:
             ValueError: if it does not fit, or the shared range is longer than the source.
 
-        >>> from ninfer_jax.planner.capacity import make_capacity
-        >>> from ninfer_jax.planner.rows import (
-        CheckpointSpec,
-        collected,
-        copied,
-        cut_space,
-        expect_kind,
-        extended,
-        free_checkpoint,
-        free_owner,
-        free_slot,
-        kv_tokens_of,
-        merge_writer_runs,
-        new_checkpoint,
-        new_image,
-        new_owner,
-        new_run,
-        put_run,
-        refer,
-        settled,
-        split_at,
-        split_run,
-        trim_space,
-        with_entries,
-    )
-    from ninfer_jax.planner.state import make_state
-        >>> state = make_state(make_capacity(device_state_slots=2, device_pages=12))
-        >>> state, x = add_owner(state, [CheckpointSpec(130)])
-        >>> used(state).tolist()
-        [1, 0, 0, 3]
+    >>> from ninfer_jax.planner.capacity import make_capacity
+    >>> from ninfer_jax.planner.state import make_state
+    >>> state = make_state(make_capacity(device_state_slots=2, device_pages=12))
+    >>> state, x = add_owner(state, [CheckpointSpec(130)])
+    >>> used(state).tolist()
+    [1, 0, 0, 3]
     """
     if not checkpoints:
         raise ValueError("an owner without a checkpoint holds nothing recoverable; give at least one")

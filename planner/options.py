@@ -20,11 +20,10 @@ Letters: V victims, K options, M checkpoints of one owner at most, N pools, T te
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import numpy as np
-
 from ninfer_jax.planner.target import ABSENT, EVICT, KEEP
 
 MAX_CHECKPOINTS = 30  # bits of one int32 alive mask
@@ -86,9 +85,6 @@ class OptionTable:
     valid: np.ndarray  # bool[V, K]; ABSENT is never valid: only a candidate sets it
 
 
-_DEMOTE_ALL = dict(state=ReplicaAction.DEMOTE, kv=ReplicaAction.DEMOTE)
-
-
 def make_templates(max_checkpoints: int, max_options: int) -> tuple[Template, ...]:
     """Returns the option templates, most useful first, cut to `max_options`.
 
@@ -101,11 +97,12 @@ def make_templates(max_checkpoints: int, max_options: int) -> tuple[Template, ..
     if max_options < 3:
         raise ValueError(f"max_options must be at least 3 (keep, absent, evict), got {max_options}")
     a, s, x = ReplicaAction, Survivors, Extent
+    demote_all = Template(s.ALL, state=a.DEMOTE, kv=a.DEMOTE)
     core = [
         Template(s.ALL),  # KEEP
         Template(s.ALL),  # ABSENT
         Template(s.NOBODY),  # EVICT
-        Template(s.ALL, **_DEMOTE_ALL),
+        demote_all,
         Template(s.ALL, kv=a.DEMOTE),
         Template(s.ALL, state=a.DEMOTE),
         Template(s.ALL, kv=a.DEMOTE, kv_extent=x.SIZED),
@@ -118,8 +115,8 @@ def make_templates(max_checkpoints: int, max_options: int) -> tuple[Template, ..
             Template(s.WITHOUT_DEEPEST, 1),
             Template(s.WITHOUT_DEEPEST_SIZED),
             Template(s.ONLY_SHALLOWEST),
-            Template(s.ONLY_DEEPEST, **_DEMOTE_ALL),
-            Template(s.WITHOUT_DEEPEST_SIZED, **_DEMOTE_ALL),
+            replace(demote_all, survivors=s.ONLY_DEEPEST),
+            replace(demote_all, survivors=s.WITHOUT_DEEPEST_SIZED),
             Template(s.ALL, state=a.DEMOTE, state_extent=x.SIZED),
         ]
     core += [
@@ -141,17 +138,17 @@ def make_templates(max_checkpoints: int, max_options: int) -> tuple[Template, ..
         survivors = [(s.ONLY_DEEPEST, 0), (s.ONLY_SHALLOWEST, 0)]
         for j in range(1, max_checkpoints - 1):
             survivors += [(s.WITHOUT_DEEPEST, j), (s.WITHOUT_SHALLOWEST, j)]
-    actions: list[dict[str, ReplicaAction | Extent]] = [
-        {},
-        dict(_DEMOTE_ALL),
-        dict(kv=a.DEMOTE),
-        dict(state=a.DEMOTE),
-        dict(kv=a.DEMOTE, kv_extent=x.SIZED),
-        dict(state=a.DROP_HOST, kv=a.DROP_HOST),
-        dict(state=a.DROP_DEVICE, kv=a.DROP_DEVICE),
+    actions = [
+        Template(s.ALL),
+        demote_all,
+        Template(s.ALL, kv=a.DEMOTE),
+        Template(s.ALL, state=a.DEMOTE),
+        Template(s.ALL, kv=a.DEMOTE, kv_extent=x.SIZED),
+        Template(s.ALL, state=a.DROP_HOST, kv=a.DROP_HOST),
+        Template(s.ALL, state=a.DROP_DEVICE, kv=a.DROP_DEVICE),
     ]
     for action in actions:
-        core += [Template(rule, argument, **action) for rule, argument in survivors]  # type: ignore[arg-type]
+        core += [replace(action, survivors=rule, argument=argument) for rule, argument in survivors]
     distinct = core[:2] + [t for t in dict.fromkeys(core[2:]) if t != core[0]]
     return tuple(distinct[:max_options])
 

@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 from ninfer_jax.planner.ids import NO_OWNER, CheckpointId, OwnerId
 from ninfer_jax.planner.lineage import surviving_checkpoints
 from ninfer_jax.planner.options import ReplicaAction
@@ -204,6 +203,7 @@ def outcomes_batch(
     tables: Tables, outcome: OutcomeTables, candidate: Array, codes: Array
 ) -> tuple[Array, Array, Array]:
     """Returns `project_outcomes` of a batch, compiled."""
+    tables, outcome = jax.tree.map(jnp.asarray, (tables, outcome))
     return jax.vmap(lambda c, t: project_outcomes(jnp, tables, outcome, c, t))(candidate, codes)
 
 

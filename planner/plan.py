@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 
 import numpy as np
-
 from ninfer_jax.planner.candidate import Candidate
 from ninfer_jax.planner.ids import CheckpointRef, Generation, ImageId, OwnerId, Revision, RunId
 from ninfer_jax.planner.work import Work

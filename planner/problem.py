@@ -30,7 +30,6 @@ from typing import Final
 
 import jax
 import numpy as np
-
 from ninfer_jax.planner.candidate import Candidate, Disposition
 from ninfer_jax.planner.capacity import DEVICE_PAGES, DEVICE_STATE
 from ninfer_jax.planner.ids import (

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-
 from ninfer_jax.planner.problem import (
     D2H,
     D2H_OPS,
@@ -52,12 +51,12 @@ def class_wants(xp: ModuleType, tables: Tables, codes: Array) -> tuple[Array, Ar
         codes: int32[..., V].
     """
     victims = np.arange(tables.device_mask.shape[0])
-    device = _or_reduce(xp, tables.device_mask[victims, codes])
-    host = _or_reduce(xp, tables.host_mask[victims, codes])
+    device_words = _or_reduce(xp, tables.device_mask[victims, codes])
+    host_words = _or_reduce(xp, tables.host_mask[victims, codes])
     c = np.arange(tables.class_device.shape[0])
     word, bit = c // 32, (c % 32).astype(np.uint32)
-    device = (device[..., word] >> bit) & np.uint32(1) != 0
-    host = (host[..., word] >> bit) & np.uint32(1) != 0
+    device = ((device_words[..., word] >> bit) & np.uint32(1)) != 0
+    host = ((host_words[..., word] >> bit) & np.uint32(1)) != 0
     return device | tables.fixed_device, host | tables.fixed_host
 
 
@@ -179,7 +178,7 @@ def unpack(packed: np.ndarray, num_axes: int, num_items: int) -> Assessment:
         used=used.reshape(len(packed), NUM_STAGES + 1, num_axes),
         peak=peak,
         residual=residual,
-        fits=~(residual > 0).any(-1),
+        fits=np.asarray((residual == 0).all(-1)),
         d2h=d2h,
         d2h_ops=d2h_ops,
         h2d=h2d,
@@ -195,6 +194,7 @@ def unpack(packed: np.ndarray, num_axes: int, num_items: int) -> Assessment:
 @jax.jit
 def project_batch(tables: Tables, candidate: Array, codes: Array) -> jax.Array:
     """Returns `project` vmapped over a batch and compiled; one trace per bucket of shapes."""
+    tables = jax.tree.map(jnp.asarray, tables)  # without jit they may still be NumPy arrays
     return jax.vmap(partial(project, jnp, tables))(candidate, codes)
 
 

@@ -7,7 +7,6 @@ assessed target. Chooses no target.
 from __future__ import annotations
 
 import numpy as np
-
 from ninfer_jax.planner.candidate import RequestWork
 from ninfer_jax.planner.capacity import PhysicalCapacity, ceil_div
 from ninfer_jax.planner.ids import OwnerKind

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
-
 from ninfer_jax.planner.capacity import HOST_KV
 from ninfer_jax.planner.extents import Blocked, Placed, place
 from ninfer_jax.planner.ids import OwnerId, OwnerKind

@@ -7,11 +7,10 @@ leave a state that is not yet legal; `operations` and `transition` are what othe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
 from ninfer_jax.planner.capacity import axis_names, ceil_div
 from ninfer_jax.planner.extents import allocate, release
 from ninfer_jax.planner.ids import (
@@ -83,7 +82,7 @@ def kv_tokens_of(spec: CheckpointSpec, pool: int) -> int:
     return spec.frontier_tokens if spec.kv_tokens is None else spec.kv_tokens[pool]
 
 
-def extended(state: PhysicalState, prefix: str, fills: dict[str, object]) -> PhysicalState:
+def extended(state: PhysicalState, prefix: str, fills: Mapping[str, int]) -> PhysicalState:
     """Returns the state with one more row in every array named `prefix_*`."""
     grown = {}
     for f in dataclasses.fields(state):

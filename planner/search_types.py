@@ -15,7 +15,6 @@ from typing import Protocol
 
 import jax
 import numpy as np
-
 from ninfer_jax.planner.target import TargetBatch
 
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 
 import jax
 import numpy as np
-
 from ninfer_jax.planner.capacity import DEVICE_PAGES, DEVICE_STATE, HOST_KV, HOST_STATE, PhysicalCapacity
 from ninfer_jax.planner.extents import HostArena, free_granules, make_arena
 from ninfer_jax.planner.ids import (

@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-
 from ninfer_jax.planner.capacity import DEVICE_PAGES, DEVICE_STATE, HOST_KV, HOST_STATE
 from ninfer_jax.planner.options import ReplicaAction, Survivors, refines
 from ninfer_jax.planner.problem import D2H, DEVICE_COPIED, DEVICE_NOW, HOST_NOW, Problem

@@ -10,7 +10,6 @@ import hashlib
 from dataclasses import replace
 
 import numpy as np
-
 from ninfer_jax.planner.candidate import remaining_prefill
 from ninfer_jax.planner.extents import Blocked, release, take_intervals
 from ninfer_jax.planner.ids import (

@@ -21,14 +21,14 @@ from ninfer_jax.planner.work import Direction, Phase, PrefillWork, TransferWork
 @pytest.mark.parametrize("block", range(4))
 def test_outcomes_agree_with_sets(naive, block):
     compared = 0
-    for seed in range(block * 30, block * 30 + 30):
+    for seed in range(block * 15, block * 15 + 15):
         rng = random.Random(seed + 5)
         state = naive.random_state(seed, apply=apply, make_problem=make_problem)
         problem = make_problem(state, naive.random_candidates(state, rng))
         tables = make_outcome_tables(problem)
         targets = concatenate([identity_targets(problem), naive.random_targets(problem, rng, 5)])
         got = checkpoint_outcomes(problem, tables, targets)
-        if seed % 30 == 0:
+        if seed % 15 == 0:
             again = checkpoint_outcomes(problem, tables, targets, compiled=True)
             jax.tree.map(np.testing.assert_array_equal, got, again)
         for b in range(len(targets)):
@@ -43,7 +43,7 @@ def test_outcomes_agree_with_sets(naive, block):
                     assert got.h2d_pages[b, q].tolist() == want[2], where
                     assert int(got.h2d_ops[b, q]) == want[3], where
                     compared += 1
-    assert compared > 500
+    assert compared > 250
 
 
 def test_recoveries_are_restore_interval_and_rebuild():  # O-5
