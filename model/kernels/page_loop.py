@@ -14,8 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ninfer_jax.model.kernels.page_bits import bits_of, widened
-
 # Pages per loop step. Decode: 2 keep K and V of a step in the second-level cache at D = 256 (4 and more were
 # slower on two cores). Prefill: 4 pages and 128 queries per block reached 70 % of the dense matmul rate,
 # larger blocks less.
@@ -174,10 +172,10 @@ def _gather(pages: jax.Array, ids: jax.Array) -> jax.Array:
     The pool is seen as [P * Hkv, page, D]: gathering head-major needs no transposed copy.
     """
     num_pages, kv_heads, page_tokens, head_dim = pages.shape
-    flat = bits_of(pages).reshape(num_pages * kv_heads, page_tokens, head_dim)
+    flat = pages.reshape(num_pages * kv_heads, page_tokens, head_dim)
     rows = jnp.clip(ids, 0, num_pages - 1) * kv_heads + jnp.arange(kv_heads)[:, None]
     gathered = flat.at[rows].get(mode="promise_in_bounds")
-    return widened(gathered, pages.dtype).reshape(kv_heads, ids.shape[0] * page_tokens, head_dim)
+    return gathered.astype(jnp.float32).reshape(kv_heads, ids.shape[0] * page_tokens, head_dim)
 
 
 def _empty_softmax(shape: tuple[int, ...], head_dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:

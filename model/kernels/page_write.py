@@ -4,7 +4,8 @@ Owns the movement of page contents inside the device: new tokens into pages, who
 write), and groups of pages of all layers into one buffer for the host tier and back. Does not choose pages,
 and does not cross to the host.
 
-Every function that returns pools is in place when the caller's jit donates them. Ids out of range mean
+Every function that returns pools is in place when the caller's jit donates them (but for bfloat16 on the CPU
+of jax 0.10.2, which widens the whole pool first: pools are float32 on CPU). Ids out of range mean
 "nothing there": such a write is dropped, so that padding needs no branch.
 
 Letters: P pages, Hkv KV heads, D head size, T tokens, N pages of a group, L layers.
@@ -14,8 +15,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-
-from ninfer_jax.model.kernels.page_bits import bits_of, from_bits
 
 
 def write_tokens(pages: jax.Array, new: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> jax.Array:
@@ -44,8 +43,7 @@ def write_tokens(pages: jax.Array, new: jax.Array, page_ids: jax.Array, offsets:
     # A negative index would count from the end of the pool: send it out of range instead.
     rows = jnp.where(page_ids < 0, num_pages, page_ids)
     columns = jnp.clip(offsets, 0, page_tokens - 1)
-    written = bits_of(pages).at[rows, :, columns].set(bits_of(new.astype(pages.dtype)), mode="drop")
-    return from_bits(written, pages.dtype)
+    return pages.at[rows, :, columns].set(new.astype(pages.dtype), mode="drop")
 
 
 def copy_pages(pages: jax.Array, src_ids: jax.Array, dst_ids: jax.Array) -> jax.Array:
@@ -114,12 +112,12 @@ def unpack_pages(
 
 def _take(pages: jax.Array, ids: jax.Array) -> jax.Array:
     clipped = jnp.clip(ids, 0, pages.shape[0] - 1)
-    return from_bits(bits_of(pages).at[clipped].get(mode="promise_in_bounds"), pages.dtype)
+    return pages.at[clipped].get(mode="promise_in_bounds")
 
 
 def _put(pages: jax.Array, ids: jax.Array, contents: jax.Array) -> jax.Array:
     rows = jnp.where(ids < 0, pages.shape[0], ids)
-    return from_bits(bits_of(pages).at[rows].set(bits_of(contents), mode="drop"), pages.dtype)
+    return pages.at[rows].set(contents, mode="drop")
 
 
 def _pool_shape(name: str, pages: jax.Array) -> tuple[int, int, int, int]:

@@ -31,7 +31,7 @@ def _paged(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """K and V pools and the tables of rows of these lengths.
 
-    Pages that no row holds are NaN, and so is the rest of every table; `tail` fills live pages behind the length.
+    Pages that no row holds are NaN, and tables end in one; `tail` fills live pages behind the length.
     """
     rng = np.random.default_rng(seed)
     pages_of = [-(-length // PAGE_TOKENS) for length in lengths]

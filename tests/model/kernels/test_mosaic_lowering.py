@@ -1,4 +1,4 @@
-"""The GPU kernels lower for CUDA on a machine without one: layouts and shared memory are checked there (T-4)."""
+"""The GPU kernels lower for CUDA without a GPU, which checks layouts and shared memory (T-4)."""
 
 import jax
 import jax.numpy as jnp

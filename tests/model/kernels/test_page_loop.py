@@ -13,6 +13,8 @@ TOLERANCE = 3e-6
 
 decode = jax.jit(decode_page_loop, static_argnames="scale")
 prefill = jax.jit(prefill_page_loop, static_argnames="scale")
+decode_oracle = jax.jit(decode_attention_reference, static_argnames="scale")
+prefill_oracle = jax.jit(prefill_attention_reference, static_argnames="scale")
 
 
 @pytest.mark.parametrize("group", range(1, 9))
@@ -22,7 +24,7 @@ def test_decode_matches_the_oracle_for_every_group_size(group, make_paged, make_
     args = (make_queries(len(lengths), 2 * group, 32), k, v, tables, jnp.array(lengths, jnp.int32))
     got = decode(*args, scale=0.2)
     np.testing.assert_array_equal(got[0], 0.0)
-    want = decode_attention_reference(*args, scale=0.2)
+    want = decode_oracle(*args, scale=0.2)
     np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=0)
 
 
@@ -34,21 +36,27 @@ def test_decode_and_its_oracle_match_a_softmax_written_out_in_numpy(make_paged, 
     for head in range(2):
         weights = np.exp(0.5 * flat_keys @ np.array(args[0])[0, head])
         want = weights @ flat_values / weights.sum()
-        for function in (decode, decode_attention_reference):
+        for function in (decode, decode_oracle):
             np.testing.assert_allclose(function(*args, scale=0.5)[0, head], want, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize(
-    ("start", "num", "padded"),
-    [(0, 1, 64), (0, 64, 64), (65, 63, 64), (0, 300, 320), (200, 130, 256), (64, 0, 64)],
+    ("start", "num", "padded", "head_dim"),
+    [
+        (0, 1, 64, 32),
+        (0, 64, 64, 32),
+        (65, 63, 64, 128),
+        (64, 0, 64, 32),
+        (0, 300, 320, 32),
+        (200, 130, 256, 256),
+    ],
 )
 def test_prefill_matches_the_oracle(start, num, padded, head_dim, make_paged, make_queries):
     k, v, tables = make_paged([start + num], head_dim=head_dim)
     args = (make_queries(padded, 6, head_dim), k, v, tables[0], jnp.int32(start), jnp.int32(num))
     got = prefill(*args, scale=head_dim**-0.5)
     assert np.isfinite(got).all(), "padding must stay finite too"
-    want = prefill_attention_reference(*args, scale=head_dim**-0.5)
+    want = prefill_oracle(*args, scale=head_dim**-0.5)
     np.testing.assert_allclose(got[:num], want[:num], atol=TOLERANCE, rtol=0)
 
 
@@ -60,16 +68,19 @@ def test_a_decode_step_equals_the_last_query_of_a_prefill(make_paged, make_queri
     np.testing.assert_allclose(step[0], chunk[39], atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("table_dtype_garbage", [-1, 2**30])
-def test_table_entries_behind_the_length_may_hold_anything(table_dtype_garbage, make_paged, make_queries):
+@pytest.mark.parametrize("garbage", [-1, 2**30])
+def test_table_entries_behind_the_length_may_hold_anything(garbage, make_paged, make_queries):
     k, v, tables = make_paged([100])
-    spoiled = jnp.where(jnp.arange(tables.shape[1]) < 2, tables, table_dtype_garbage)
+    spoiled = jnp.where(jnp.arange(tables.shape[1]) < 2, tables, garbage)
     lengths = jnp.array([100], jnp.int32)
     q = make_queries(1, 4, 32)
     want = decode(q, k, v, tables, lengths, scale=0.2)
     np.testing.assert_array_equal(decode(q, k, v, spoiled, lengths, scale=0.2), want)
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="jax 0.10 widens bfloat16 pools on CPU; they are float32 there"
+)
 def test_bfloat16_pools_are_read_without_a_widened_copy(make_paged, make_queries):
     k, v, tables = make_paged([130], dtype="bfloat16")
     k, v = (jnp.concatenate([pool, jnp.zeros((2048, *pool.shape[1:]), pool.dtype)]) for pool in (k, v))
@@ -77,7 +88,7 @@ def test_bfloat16_pools_are_read_without_a_widened_copy(make_paged, make_queries
     compiled = decode.lower(*args, scale=0.2).compile()
     # Pools of 16 MiB each; a widened copy alone would be 32 MiB.
     assert compiled.memory_analysis().temp_size_in_bytes < 2**20
-    want = decode_attention_reference(*args, scale=0.2).astype(jnp.float32)
+    want = decode_oracle(*args, scale=0.2).astype(jnp.float32)
     # One rounding of the result to bfloat16.
     np.testing.assert_allclose(decode(*args, scale=0.2).astype(jnp.float32), want, atol=4e-3, rtol=0)
 
