@@ -64,17 +64,17 @@ def add_owner(
 ) -> tuple[PhysicalState, OwnerId]:
     """Returns the state with one more inactive owner, and its row.
 
-        Args:
-            checkpoints: at least one; the deepest one of each pool sets the length of the address space.
-            kv_tier, state_tier: where the new pages and new images are.
-            share_with: owner whose first `share_tokens` tokens the new one refers to instead of having pages.
-            share_tokens: one number, or one per pool. Full pages are shared; the partial tail page is the new
-                owner's own copy unless `share_tail`.
-        Raises:
-            ValueError: if it does not fit, or the shared range is longer than the source.
+    Args:
+        checkpoints: at least one; the deepest one of each pool sets the length of the address space.
+        kv_tier, state_tier: where the new pages and new images are.
+        share_with: owner whose first `share_tokens` tokens the new one refers to instead of having pages.
+        share_tokens: one number, or one per pool. Full pages are shared; the partial tail page is the new
+            owner's own copy unless `share_tail`.
+    Raises:
+        ValueError: if it does not fit, or the shared range is longer than the source.
 
     >>> from ninfer_jax.planner.capacity import make_capacity
-    >>> from ninfer_jax.planner.state import make_state
+    >>> from ninfer_jax.planner.state import make_state, used
     >>> state = make_state(make_capacity(device_state_slots=2, device_pages=12))
     >>> state, x = add_owner(state, [CheckpointSpec(130)])
     >>> used(state).tolist()
