@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from ninfer_jax.errors import EngineClosedError, OptionError, RequestError, RequestErrorKind
 from ninfer_jax.frontend.frontend import Frontend
@@ -28,7 +28,7 @@ from ninfer_jax.prepare import PromptOptions, prepare_request
 from ninfer_jax.program.memory_table import format_bytes
 from ninfer_jax.progress import progress_bar
 from ninfer_jax.prompts import Messages, Prompt, is_messages, one_or_many
-from ninfer_jax.request import Request, RequestId
+from ninfer_jax.request import HintArguments, Request, RequestId
 from ninfer_jax.results import Event, GenerationResult
 from ninfer_jax.sampling_params import SamplingParams
 from ninfer_jax.worker import Worker
@@ -117,7 +117,7 @@ class Engine:
         template_kwargs: Mapping[str, Any] | None = None,
         anchor_prompt_end: bool = False,
         timeout_s: float | None = None,
-        **hints: Any,
+        **hints: Unpack[HintArguments],
     ) -> RequestHandle:
         """Returns the handle of a new request; the answer grows in the background.
 
@@ -151,7 +151,7 @@ class Engine:
         enable_thinking: bool | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
-        **hints: Any,
+        **hints: Unpack[HintArguments],
     ) -> GenerationResult:
         """Returns the answer to a conversation; arguments as for ``submit``.
 
@@ -188,7 +188,7 @@ class Engine:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         show_progress: bool | None = None,
-        **hints: Any,
+        **hints: Unpack[HintArguments],
     ) -> Any:
         """Returns one result for one prompt, a list in the order of the prompts for several.
 
@@ -318,7 +318,7 @@ class Engine:
         how: PromptOptions,
         *,
         timeout_s: float | None,
-        hints: Mapping[str, Any],
+        hints: HintArguments,
         wants_events: bool,
         on_end: Callable[[], None] | None = None,
     ) -> RequestHandle:

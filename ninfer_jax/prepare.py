@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ninfer_jax.errors import OptionError, PromptError, RequestError, RequestErrorKind
 from ninfer_jax.program.admission import RequestWork
 from ninfer_jax.prompts import Messages, Prompt, is_messages, is_token_ids
-from ninfer_jax.request import RequestHints, make_request_hints
+from ninfer_jax.request import HintArguments, RequestHints, check_hint_names, make_request_hints
 from ninfer_jax.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def prepare_request(
     *,
     sampling: SamplingParams | None,
     prompt_options: PromptOptions,
-    hints: Mapping[str, Any],
+    hints: HintArguments,
     default_seed: int,
 ) -> PreparedRequest:
     """Returns the prepared request.
@@ -62,13 +62,14 @@ def prepare_request(
         prompt: text, token ids, or messages.
         sampling: None takes every default of the checkpoint.
         prompt_options: how to render it.
-        hints: keyword arguments of ``make_request_hints``.
+        hints: arguments of ``make_request_hints``.
         default_seed: uint32, used where ``sampling`` names no seed.
     Raises:
         PromptError: if the prompt cannot be represented.
         OptionError: if a parameter or hint is out of range.
         RequestError: CONTEXT_LENGTH_EXCEEDED if not even one answer token would fit behind the prompt.
     """
+    check_hint_names(hints)
     checked_hints = make_request_hints(
         cache_enabled=options.cache.enabled,
         max_long_anchors=options.cache.max_long_anchors_per_continuation,

@@ -6,10 +6,10 @@ scheduler orders requests, the program holds what they occupy, and ``handle`` ca
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal, NewType, get_args
+from typing import Literal, NewType, TypedDict, get_args
 
 from ninfer_jax.errors import InvariantError, OptionError
 from ninfer_jax.identity import Evidence, PromptIdentity
@@ -110,6 +110,31 @@ class RequestHints:
     allow_engine_prefix_grid: bool
     automatic_private_anchors: int
     update_session_index: bool
+
+
+class HintArguments(TypedDict, total=False):
+    """The hints by name, as ``submit`` takes them; ``make_request_hints`` says what they mean."""
+
+    session: str | None
+    retention: Retention | None
+    cache: CacheMode
+    markers: Iterable[CacheMarker]
+    allow_engine_automatic_shared_prefixes: bool
+    allow_engine_prefix_grid: bool
+    automatic_private_anchors: int | None
+    update_session_index: bool
+
+
+def check_hint_names(hints: Mapping[str, object]) -> None:
+    """Returns nothing when every name is a hint.
+
+    Raises:
+        OptionError: naming the one that is not, and those that are.
+    """
+    unknown = sorted(set(hints) - set(HintArguments.__annotations__))
+    if unknown:
+        known = ", ".join(HintArguments.__annotations__)
+        raise OptionError(f"unknown argument {unknown[0]}; the hints of a request are {known}")
 
 
 def make_request_hints(

@@ -402,7 +402,11 @@ def test_generate_lets_go_of_everything_when_one_prompt_is_refused(kit):
             OptionError,
             r"cache: got 'on', expected one of 'read_",
         ),
-        (lambda e: e.submit([1], colour="red"), TypeError, r"colour"),
+        (
+            lambda e: e.submit([1], colour="red"),
+            OptionError,
+            r"unknown argument colour; .* session",
+        ),
         (lambda e: e.chat("hello"), OptionError, r"chat: got str"),
         (lambda e: e.generate(5), PromptError, r"prompts: got int"),
     ],
