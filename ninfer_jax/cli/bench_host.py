@@ -1,0 +1,144 @@
+"""The host's share of a decode round, measured by an engine whose compiled programs compute nothing.
+
+Owns the empty programs. They take and give back exactly the buffers of the real ones (donated, and every
+weight still an argument), so what is left of a round is what runs outside the model: scheduling, page
+mapping, packing, dispatch, the tokens' way to the host, commit, output rules and publication.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ninfer_jax.assembly import draw_up, model_facts
+from ninfer_jax.cli.bench_sides import EngineSide
+from ninfer_jax.engine import Engine
+from ninfer_jax.frontend.frontend import Frontend
+from ninfer_jax.model.cache import Cache, make_cache_spec
+from ninfer_jax.model.loader import LoadedModel, load_model
+from ninfer_jax.model.sampling import MAX_LOGPROBS, Sampled, SamplerState
+from ninfer_jax.parts import EngineParts
+from ninfer_jax.program.compilation import CompileCounter
+from ninfer_jax.program.execution import Buffers, ModelExecutor, Programs, make_buffers, prefill_buckets
+from ninfer_jax.program.packing import ROW_WIDTH
+from ninfer_jax.program.program import Program
+
+
+def host_overhead_s(directory: Path, *, num_rows: int, num_steps: int, repeats: int) -> float:
+    """Returns the median seconds per decode round of an engine that computes nothing.
+
+    Args:
+        directory: a checkpoint, for its geometry; weights are random.
+        num_rows: B, also the engine's concurrency.
+        num_steps: rounds per repetition.
+        repeats: repetitions; the median of their means counts.
+    """
+    side = EngineSide(_empty_engine(directory, num_rows))
+    prompts = np.ones((num_rows, 16), np.int32)
+    try:
+        side.decode_s(prompts, num_steps)
+        return float(np.median([side.decode_s(prompts, num_steps) / num_steps for _ in range(repeats)]))
+    finally:
+        side.close()
+
+
+def _empty_engine(directory: Path, num_rows: int) -> Engine:
+    changes = {
+        "max_concurrency": num_rows,
+        "max_context": 1024,
+        "kv_capacity": 1024 * num_rows,
+        "load_format": "dummy",
+        "prefill_chunk": 64,
+    }
+    plan = draw_up(directory, None, changes)
+    capacity = plan.sizing.capacity
+    model = load_model(directory, dtype="float32", load_format="dummy")
+    spec = make_cache_spec(plan.config, "float32")
+    vocab_size = plan.config.vocab_size
+
+    def fresh() -> Buffers:
+        return make_buffers(spec, capacity, vocab_size, vocab_size)
+
+    buffers, eos_mask = fresh(), jnp.zeros(vocab_size, bool)
+    executor = ModelExecutor(
+        model,
+        _empty_programs(model, buffers, eos_mask, num_rows, capacity.row_pages),
+        buffers,
+        eos_mask,
+        make_buffers_fn=fresh,
+        capacity=capacity,
+        counter=CompileCounter(),
+    )
+    parts = EngineParts(
+        options=plan.options,
+        frontend=Frontend.from_directory(directory, vocab_size=vocab_size),
+        program=Program(capacity, executor, prefill_chunk_tokens=64, memory=plan.sizing.memory),
+        model=model_facts(plan),
+    )
+    return Engine(parts, threaded=False)
+
+
+def _empty_programs(
+    model: LoadedModel, buffers: Buffers, eos_mask: jax.Array, num_lanes: int, width: int
+) -> Programs:
+    def nothing_drawn(num_rows: int) -> Sampled:
+        return Sampled(
+            tokens=jnp.zeros(num_rows, jnp.int32),
+            logprob=jnp.zeros(num_rows),
+            top_ids=jnp.zeros((num_rows, MAX_LOGPROBS), jnp.int32),
+            top_logprobs=jnp.zeros((num_rows, MAX_LOGPROBS)),
+        )
+
+    def decode(
+        leaves: tuple[jax.Array, ...],
+        eos_mask: jax.Array,
+        cache: Cache,
+        sampler: SamplerState,
+        packed: jax.Array,
+    ) -> tuple[Cache, SamplerState, Sampled]:
+        return cache, sampler, nothing_drawn(packed.shape[0])
+
+    def draw(
+        leaves: tuple[jax.Array, ...],
+        eos_mask: jax.Array,
+        cache: Cache,
+        sampler: SamplerState,
+        packed: jax.Array,
+    ) -> tuple[SamplerState, Sampled]:
+        return sampler, nothing_drawn(packed.shape[0])
+
+    def prefill(leaves: tuple[jax.Array, ...], cache: Cache, packed: jax.Array) -> Cache:
+        return cache
+
+    def set_lane(
+        state: SamplerState, lane: jax.Array, bias: jax.Array, seen: jax.Array, banned: jax.Array
+    ) -> SamplerState:
+        return state
+
+    # Kept although unused: handing over hundreds of weights is part of what a round costs.
+    jit_decode = jax.jit(decode, donate_argnames=("cache", "sampler"), keep_unused=True)
+    jit_draw = jax.jit(draw, donate_argnames=("sampler",), keep_unused=True)
+    jit_prefill = jax.jit(prefill, donate_argnames=("cache",), keep_unused=True)
+    jit_set_lane = jax.jit(set_lane, donate_argnames=("state",), keep_unused=True)
+
+    def ints(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    leaves, cache, sampler = model.leaves, buffers.cache, buffers.sampler
+    flags = jax.ShapeDtypeStruct(eos_mask.shape, jnp.bool_)
+    bias = jax.ShapeDtypeStruct(eos_mask.shape, jnp.float32)
+    return Programs(
+        decode={
+            size: jit_decode.lower(leaves, eos_mask, cache, sampler, ints(size, ROW_WIDTH + width)).compile()
+            for size in range(1, num_lanes + 1)
+        },
+        prefill={
+            size: jit_prefill.lower(leaves, cache, ints(4 + width + 4 * size)).compile()
+            for size in prefill_buckets(64)
+        },
+        draw_from_tail={1: jit_draw.lower(leaves, eos_mask, cache, sampler, ints(1, ROW_WIDTH)).compile()},
+        set_lane=jit_set_lane.lower(sampler, ints(), bias, flags, flags).compile(),
+    )
