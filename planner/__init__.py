@@ -14,7 +14,8 @@ Physical half (imports nothing of the value half, so that a price can never deci
     work, candidate              counts of copies and prefill; what one admission may start from
     target, options              a batch of option codes; what the codes mean and which degrades which
     lineage                      what survives when a source is consumed
-    problem                      the tables of one planning round
+    holders, contributions       who holds what; what every option does to it
+    problem                      the tables of one planning round, sources of candidates included
     projection, stages           post-state sums, Move/Fork, COW and stage peaks of B targets at once
     resolution                   the same for one target, object by object, with the exact arena recipe
     outcomes                     where every checkpoint ends up, and the recipes that recover it

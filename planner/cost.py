@@ -178,6 +178,23 @@ def prefill_ns(model: MachineCostModel, work: PrefillWork) -> int:
     )
 
 
+def prefill_ns_array(
+    model: MachineCostModel,
+    chunks: np.ndarray,
+    tokens: np.ndarray,
+    pairs: np.ndarray,
+    vision_items: np.ndarray,
+    vision_patches: np.ndarray,
+) -> np.ndarray:
+    """Returns `prefill_ns` of every element; int64 arrays of one shape."""
+    p = model.prefill
+    total = saturating_product(chunks, p.chunk_ns)
+    total = saturating_sum(total, scale_array(p.token_q32, tokens))
+    total = saturating_sum(total, scale_array(p.pair_q32, pairs))
+    total = saturating_sum(total, saturating_product(vision_items, p.vision_item_ns))
+    return saturating_sum(total, scale_array(p.patch_q32, vision_patches))
+
+
 def work_ns(model: MachineCostModel, work: Work) -> int:
     """Returns the price of transfers and prefill together (Immediate, O-2)."""
     return saturate(transfer_ns(model, work.transfers) + prefill_ns(model, work.prefill))

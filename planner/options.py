@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import lru_cache
 
 import numpy as np
 from ninfer_jax.planner.target import ABSENT, EVICT, KEEP
@@ -85,6 +86,7 @@ class OptionTable:
     valid: np.ndarray  # bool[V, K]; ABSENT is never valid: only a candidate sets it
 
 
+@lru_cache(maxsize=64)
 def make_templates(max_checkpoints: int, max_options: int) -> tuple[Template, ...]:
     """Returns the option templates, most useful first, cut to `max_options`.
 

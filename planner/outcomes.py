@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ninfer_jax.planner.holders import checkpoint_ranks
 from ninfer_jax.planner.ids import NO_OWNER, CheckpointId, OwnerId
 from ninfer_jax.planner.lineage import surviving_checkpoints
 from ninfer_jax.planner.options import ReplicaAction
@@ -76,10 +77,7 @@ def make_outcome_tables(problem: Problem) -> OutcomeTables:
     victim_of = np.full(state.num_owners, v, np.int32)
     victim_of[problem.victims] = np.arange(v)
     victim = victim_of[owner]
-    rank = np.zeros(q, np.int64)
-    for o in np.unique(owner):
-        mine = checkpoints_of(state, OwnerId(int(o)))
-        rank[np.searchsorted(rows, mine)] = np.arange(len(mine))
+    rank = checkpoint_ranks(state)[0][rows].astype(np.int64)
     alive_bits = np.concatenate([options.alive, np.full((1, k), -1, np.int32)])
     alive = (alive_bits[victim] >> rank[:, None] & 1).astype(bool)
 
@@ -87,10 +85,10 @@ def make_outcome_tables(problem: Problem) -> OutcomeTables:
     image_class = np.where(objects.class_of[image] >= 0, objects.class_of[image], num_classes)
     demoted = options.state_action[None] == ReplicaAction.DEMOTE
     dropped = (options.state_action[None] == ReplicaAction.DROP_DEVICE) & objects.host[image][:, None]
-    own_bits = np.zeros(q, np.int64)
-    for a in range(q):
-        same = (owner == owner[a]) & (image == image[a])
-        own_bits[a] = int((np.int64(1) << rank[same]).sum())
+    pair = owner.astype(np.int64) * len(objects.item) + image
+    is_image = np.flatnonzero(entries.bits != 0)  # sorted by owner, then image
+    pairs = entries.owner[is_image].astype(np.int64) * len(objects.item) + entries.obj[is_image]
+    own_bits = entries.bits[is_image][np.searchsorted(pairs, pair)].astype(np.int64)
     state_bits = np.concatenate([options.state_bits, np.zeros((1, k), np.int32)])[victim]
     all_taken = (own_bits[:, None] & alive_bits[victim] & ~state_bits) == 0
     # an object that a fixed owner holds as well stays as it is, whatever one victim's option says
@@ -121,20 +119,22 @@ def make_outcome_tables(problem: Problem) -> OutcomeTables:
     assert (order == np.arange(len(order))).all(), "entries are sorted by owner, pool and start"
     host_pages = np.zeros((q, k, pools + 1), np.int32)
     need = -(-state.checkpoint_kv_tokens[rows] // state.capacity.page_tokens)
-    members: list[list[int]] = [[] for _ in range(q)]
+    in_class = np.flatnonzero(objects.class_of[obj] >= 0)
+    blocks = []
     for n in range(pools):
         base = (owner.astype(np.int64) * pools + n) * stride
         lo, hi = np.searchsorted(key, base), np.searchsorted(key, base + need[:, n])
         host_pages[:, :, n] = pages[hi] - pages[lo]
         host_pages[:, :, pools] += (ops[hi] - ops[lo]).astype(np.int32)
-        for a in range(q):
-            found = objects.class_of[obj[lo[a] : hi[a]]]
-            members[a] += found[found >= 0].tolist()
-    depth = max((len(m) for m in members), default=0)
-    depth = -(-max(depth, 1) // 4) * 4
-    classes = np.full((q, depth), num_classes, np.int32)
-    for a, m in enumerate(members):
-        classes[a, : len(m)] = m
+        first, last = np.searchsorted(in_class, lo), np.searchsorted(in_class, hi)
+        column = np.arange(int((last - first).max(initial=0)))
+        at = np.minimum(first[:, None] + column, max(len(in_class) - 1, 0))
+        inside = first[:, None] + column < last[:, None]
+        found = objects.class_of[obj[in_class[at]]] if len(in_class) else np.zeros_like(at)
+        blocks.append(np.where(inside, found, num_classes))
+    classes = np.concatenate(blocks, 1).astype(np.int32)
+    padding = -classes.shape[1] % 4 or (4 if not classes.shape[1] else 0)  # few shapes to compile
+    classes = np.pad(classes, ((0, 0), (0, padding)), constant_values=num_classes)
     units = problem.tables.class_units[:, 1:]
     class_pages = np.zeros((num_classes + 1, pools + 1), np.int32)
     class_pages[:-1, :pools] = units

@@ -32,30 +32,27 @@ import jax
 import numpy as np
 from ninfer_jax.planner.candidate import Candidate, Disposition
 from ninfer_jax.planner.capacity import DEVICE_PAGES, DEVICE_STATE
+from ninfer_jax.planner.contributions import (
+    NUM_CONTRIBUTIONS,
+    class_masks,
+    lone_contributions,
+)
+from ninfer_jax.planner.holders import Entries, Objects, checkpoint_ranks, make_entries, make_objects
 from ninfer_jax.planner.ids import (
     NO_CLASS,
-    NO_EXTENT,
-    NO_IMAGE,
     NO_OWNER,
-    NO_POOL,
-    NO_SLOT,
     OwnerKind,
 )
 from ninfer_jax.planner.lineage import surviving_checkpoints
 from ninfer_jax.planner.options import (
     MAX_CHECKPOINTS,
     OptionTable,
-    ReplicaAction,
     Survivors,
     make_templates,
     survivors_of,
 )
 from ninfer_jax.planner.state import PhysicalState, eligible, used
 from ninfer_jax.planner.target import ABSENT, EVICT, KEEP, TargetBatch, make_targets
-
-# column groups of `contributions`; each is J wide, then two counters follow
-DEVICE_NOW, DEVICE_COPIED, HOST_NOW, D2H, D2H_OPS = range(5)
-NUM_CONTRIBUTIONS: Final = 5
 
 # column groups of `needs`, each J wide
 H2D, H2D_OPS, TAIL_H2D, TAIL_D2D, FRESH, DEVICE_LATE, HOST_LATE, GROWTH, STATE_IS_FORK = range(9)
@@ -93,32 +90,6 @@ class Tables:
     capacity: np.ndarray  # int32[R]
     granules: np.ndarray  # int32[N]
     staging: np.ndarray  # int32[J]
-
-
-@dataclass(frozen=True, eq=False)
-class Entries:
-    """Who holds what, one row per (owner, object); object ids are images first, then runs."""
-
-    owner: np.ndarray  # int32[E]
-    obj: np.ndarray  # int32[E]
-    bits: np.ndarray  # int32[E], checkpoints (by depth) that refer to the image; 0 for runs
-    start: np.ndarray  # int32[E], first logical page; 0 for images
-    end: np.ndarray  # int32[E], one past the last page; 0 for images
-    victim: np.ndarray  # int32[E], victim row or -1
-
-
-@dataclass(frozen=True, eq=False)
-class Objects:
-    """Facts of every object row."""
-
-    item: np.ndarray  # int32[X], 0 image, 1 + pool for runs, -1 free row
-    size: np.ndarray  # int32[X], images 1, runs their pages
-    device: np.ndarray  # bool[X]
-    host: np.ndarray  # bool[X]
-    fixed_device: np.ndarray  # bool[X], needed there by an owner outside the domain, or pinned
-    fixed_host: np.ndarray  # bool[X]
-    holders: np.ndarray  # int32[X], eligible owners that hold it
-    class_of: np.ndarray  # int32[X], class row or NO_CLASS
 
 
 class TailRule(IntEnum):
@@ -206,11 +177,11 @@ def make_problem(
     victims = np.flatnonzero(may_go).astype(np.int32)
     victim_of = np.full(state.num_owners, -1, np.int32)
     victim_of[victims] = np.arange(len(victims), dtype=np.int32)
-    rank, counts = _checkpoint_ranks(state)
+    rank, counts = checkpoint_ranks(state)
     if counts.max(initial=0) > MAX_CHECKPOINTS:
         raise ValueError(f"an owner has {counts.max()} checkpoints, at most {MAX_CHECKPOINTS} are supported")
-    entries = _make_entries(state, victim_of, rank)
-    objects = _make_objects(state, entries, may_go)
+    entries = make_entries(state, victim_of, rank)
+    objects = make_objects(state, entries, may_go)
     used0 = used(state)
     sources, needs, deficits = _make_candidates(state, candidates, may_go, entries, objects, used0)
     per_owner = int(counts[victims].max(initial=1))
@@ -261,77 +232,6 @@ def _with_source(problem: Problem, codes: np.ndarray) -> np.ndarray:
 
 
 # ---------------------------------------------------------------- holders
-
-
-def _checkpoint_ranks(state: PhysicalState) -> tuple[np.ndarray, np.ndarray]:
-    """Returns int32[Q] rank of every live checkpoint within its owner (0 shallowest), int32[O] counts."""
-    rows = np.flatnonzero(state.checkpoint_owner != NO_OWNER)
-    owner = state.checkpoint_owner[rows]
-    order = np.lexsort(
-        (state.checkpoint_ordinal[rows], state.checkpoint_kind[rows], state.checkpoint_frontier[rows], owner)
-    )
-    counts = np.bincount(owner, minlength=state.num_owners).astype(np.int32)
-    first = np.cumsum(counts) - counts
-    rank = np.full(len(state.checkpoint_owner), -1, np.int32)
-    rank[rows[order]] = np.arange(len(rows)) - first[owner[order]]
-    return rank, counts
-
-
-def _make_entries(state: PhysicalState, victim_of: np.ndarray, rank: np.ndarray) -> Entries:
-    rows = np.flatnonzero(state.checkpoint_owner != NO_OWNER)
-    owner, image = state.checkpoint_owner[rows], state.checkpoint_image[rows]
-    num_images = max(len(state.image_live), 1)
-    key, inverse = np.unique(owner.astype(np.int64) * num_images + image, return_inverse=True)
-    bits = np.zeros(len(key), np.int64)
-    np.bitwise_or.at(bits, inverse, np.int64(1) << rank[rows].astype(np.int64))
-    writers = np.flatnonzero(state.owner_writes != NO_IMAGE)
-    all_owner = np.concatenate([key // num_images, writers, state.space_owner]).astype(np.int32)
-    all_obj = np.concatenate(
-        [key % num_images, state.owner_writes[writers], state.space_run + len(state.image_live)]
-    )
-    heads = np.zeros(len(key) + len(writers), np.int32)
-    return Entries(
-        all_owner,
-        all_obj.astype(np.int32),
-        np.concatenate([bits, np.zeros(len(writers) + len(state.space_run), np.int64)]).astype(np.int32),
-        np.concatenate([heads, state.space_start]),
-        np.concatenate([heads, state.space_start + state.run_pages[state.space_run]]).astype(np.int32),
-        victim_of[all_owner],
-    )
-
-
-def _make_objects(state: PhysicalState, entries: Entries, may_go: np.ndarray) -> Objects:
-    run_item = np.where(state.run_pool == NO_POOL, -1, state.run_pool + 1)
-    item = np.concatenate([np.where(state.image_live, 0, -1), run_item])
-    size = np.concatenate([np.ones(len(state.image_live), np.int32), state.run_pages])
-    device = np.concatenate([state.image_live & (state.image_device != NO_SLOT), state.run_device])
-    image_host = state.image_live & (state.image_host != NO_SLOT)
-    host = np.concatenate([image_host, state.run_host_start != NO_EXTENT])
-    pinned = np.concatenate([state.image_pins, state.run_pins]) > 0
-    fixed_entry = ~may_go[entries.owner]
-    active_entry = state.owner_kind[entries.owner] == OwnerKind.ACTIVE
-    kept_checkpoint = fixed_entry & (~active_entry | (entries.bits != 0))
-    fixed_device, fixed_host = pinned & device, pinned & host
-    fixed_device[entries.obj[fixed_entry]] = True
-    fixed_device &= device
-    keeps_host = np.zeros(len(item), bool)
-    keeps_host[entries.obj[kept_checkpoint]] = True
-    fixed_host |= keeps_host & host
-    holders = np.bincount(entries.obj[may_go[entries.owner]], minlength=len(item)).astype(np.int32)
-    pinned_down = (fixed_device == device) & (fixed_host == host)
-    shared = ((holders > 1) | ((holders == 1) & (fixed_device | fixed_host))) & ~pinned_down
-    class_of = np.full(len(item), NO_CLASS, np.int32)
-    class_of[shared] = np.arange(np.count_nonzero(shared))
-    return Objects(
-        item.astype(np.int32),
-        size.astype(np.int32),
-        device,
-        host,
-        fixed_device,
-        fixed_host,
-        holders,
-        class_of,
-    )
 
 
 # ---------------------------------------------------------------- candidates
@@ -662,59 +562,13 @@ def _make_tables(
     vp, kp = _bucket(v, VICTIM_BUCKETS), _bucket(k, OPTION_BUCKETS)
     cp, dp = _bucket(c, CLASS_BUCKETS), _bucket(d, CANDIDATE_BUCKETS)
 
-    rows = np.flatnonzero(entries.victim >= 0)
-    rows = rows[np.argsort(entries.victim[rows], kind="stable")]
-    owner, obj = entries.victim[rows], entries.obj[rows]
-    item, size = objects.item[obj], objects.size[obj]
-    device, host = objects.device[obj], objects.host[obj]
-    is_run = item > 0
-    kept, acted = _kept_and_acted(
-        options, owner, entries.bits[rows], entries.start[rows], entries.end[rows], item
-    )
-    action = np.where(is_run[:, None], options.kv_action[None], options.state_action[None])
-
-    # one victim alone: sum what its option frees and copies
-    lone = (objects.class_of[obj] < 0) & (objects.holders[obj] == 1)
-    lone &= ~(objects.fixed_device[obj] | objects.fixed_host[obj])
-    e = np.flatnonzero(lone)
-    both, only = (device & host)[e, None], (device & ~host)[e, None]
-    a, sz = acted[e], size[e, None]
-    gone = np.where(kept[e], 0, sz)
-    act = action[e]
-    demoted = np.where((act == ReplicaAction.DEMOTE) & only, a, 0)
-    device_now = gone * device[e, None] + np.where((act >= ReplicaAction.DROP_DEVICE) & both, a, 0)
-    host_now = gone * host[e, None] + np.where((act == ReplicaAction.DROP_HOST) & both, a, 0)
-    values = np.stack([device_now, demoted, host_now, demoted, (demoted > 0).astype(np.int32)], -1)
     contributions = np.zeros((vp, kp, NUM_CONTRIBUTIONS * items + 2), np.int32)
-    for j in range(items):
-        pick = np.flatnonzero(item[e] == j)
-        if len(pick):
-            who = owner[e][pick]
-            firsts = np.flatnonzero(np.diff(who, prepend=-1))
-            sums = np.add.reduceat(values[pick], firsts, axis=0)
-            contributions[who[firsts][:, None], np.arange(k)[None], j : NUM_CONTRIBUTIONS * items : items] = (
-                sums
-            )
+    contributions[:v, :k, :-2] = lone_contributions(options, entries, objects, items)
     alive_count = np.bitwise_count(options.alive.astype(np.uint32)).astype(np.int32)
     contributions[:v, EVICT, -2] = 1
     contributions[:v, :k, -1] = counts[victims][:, None] - alive_count
     contributions[:, ABSENT] = 0
-
-    # several holders: which classes the option still needs, and where
-    want_device = np.zeros((vp, kp, cp), bool)
-    want_host = np.zeros((vp, kp, cp), bool)
-    s = np.flatnonzero(objects.class_of[obj] >= 0)
-    if len(s):
-        whole = kept[s] & (acted[s] == size[s, None])
-        both = (device & host)[s, None]
-        act = np.where(whole, action[s], 0)
-        dev = device[s, None] & ~((act == ReplicaAction.DEMOTE) | ((act == ReplicaAction.DROP_DEVICE) & both))
-        hst = (host[s, None] & ~((act == ReplicaAction.DROP_HOST) & both)) | (act == ReplicaAction.DEMOTE)
-        cls = objects.class_of[obj[s]]
-        want_device[owner[s], :k, cls] = kept[s] & dev
-        want_host[owner[s], :k, cls] = kept[s] & hst
-        want_device[:, ABSENT] = want_host[:, ABSENT] = False
-    device_mask, host_mask = _pack(want_device), _pack(want_host)
+    device_mask, host_mask = class_masks(options, entries, objects, (vp, kp, cp), ABSENT)
 
     effect = np.concatenate(
         [contributions[:v, :k], device_mask[:v, :k].view(np.int32), host_mask[:v, :k].view(np.int32)], -1
@@ -756,34 +610,6 @@ def _make_tables(
         np.asarray([0, *(p.staging_pages for p in state.capacity.pools)], np.int32),
     )
     return tables, valid
-
-
-def _kept_and_acted(
-    options: OptionTable,
-    owner: np.ndarray,
-    bits: np.ndarray,
-    start: np.ndarray,
-    end: np.ndarray,
-    item: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns bool[E, K] whether the object is kept, int32[E, K] how many of its units are acted on."""
-    is_run = (item > 0)[:, None]
-    pool = np.maximum(item - 1, 0)
-    alive = options.alive[owner]
-    image_kept = (bits[:, None] & alive) != 0
-    image_acted = image_kept & ((bits[:, None] & alive & ~options.state_bits[owner]) == 0)
-    cover = options.cover[owner, :, pool]
-    first = options.kv_from[owner, :, pool]
-    run_kept = start[:, None] < cover
-    run_acted = np.clip(end[:, None] - np.maximum(start[:, None], first), 0, None)
-    kept = np.where(is_run, run_kept, image_kept)
-    acted = np.where(is_run, run_acted, image_acted)
-    return kept, np.where(kept, acted, 0).astype(np.int32)
-
-
-def _pack(bits: np.ndarray) -> np.ndarray:
-    """Returns uint32[..., C / 32], bit c of word c // 32 = bits[..., c]."""
-    return np.packbits(bits, axis=-1, bitorder="little").view("<u4").astype(np.uint32)
 
 
 def _odd_weights(n: int) -> np.ndarray:

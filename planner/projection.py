@@ -17,18 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from ninfer_jax.planner.contributions import D2H, D2H_OPS, DEVICE_COPIED, DEVICE_NOW, HOST_NOW
 from ninfer_jax.planner.problem import (
-    D2H,
-    D2H_OPS,
-    DEVICE_COPIED,
     DEVICE_LATE,
-    DEVICE_NOW,
     FRESH,
     GROWTH,
     H2D,
     H2D_OPS,
     HOST_LATE,
-    HOST_NOW,
     STATE_IS_FORK,
     TAIL_D2D,
     TAIL_H2D,
@@ -69,17 +65,17 @@ def class_fates(
         candidate: int32[...].
         codes: int32[..., V].
     Returns:
-        bool[..., C], bool[..., C], bool[..., C], bool[..., N, C] (the class is the tail page and is copied),
-        bool[..., C] (the class is the source image and is forked).
+        bool[..., C], bool[..., C], bool[..., C], bool[..., N] (the tail page of the pool is such a class and
+        is copied), bool[...] (the source image is such a class and is forked).
     """
     other_device, other_host = class_wants(xp, tables, codes)
     others = other_device | other_host
     c = np.arange(tables.class_device.shape[0], dtype=np.int32)
     tail = tables.tail_class[candidate][..., None] == c
     image = tables.image_class[candidate][..., None] == c
-    copied = tail & others[..., None, :]
-    forked = image & others
-    need = tables.need_class[candidate] | (tail & ~others[..., None, :]).any(-2) | (image & ~others)
+    copied = (tail & others[..., None, :]).any(-1)
+    forked = (image & others).any(-1)
+    need = tables.need_class[candidate] | ((tail.any(-2) | image) & ~others)
     on_device = other_device | tables.hold_device[candidate] | need
     # nobody gains a second replica: a Host copy is made only when the Device replica goes
     on_host = (other_host | tables.hold_host[candidate]) & (tables.class_host | ~on_device)
@@ -123,16 +119,16 @@ def project(xp: ModuleType, tables: Tables, candidate: Array, codes: Array) -> A
         ],
         -2,
     ).astype(xp.int32)
-    ones = (tables.class_units > 0).astype(xp.int32)
-    units = (picked[..., None] * tables.class_units).sum(-2).astype(xp.int32)
-    ops = (picked[..., 5:, :, None] * ones).sum(-2).astype(xp.int32)
+    weights = xp.concatenate([tables.class_units, (tables.class_units > 0).astype(xp.int32)], -1)
+    sums = xp.matmul(picked, weights)  # integers: exact in any order
+    units, ops = sums[..., :items], sums[..., 5:, items:]
 
-    tail_page = copied.any(-2)  # [..., C]
-    own_copy = (tail_page | forked)[..., None] & (ones > 0)
-    dynamic_d2d = (own_copy & now_device[:, None]).sum(-2).astype(xp.int32)
-    dynamic_h2d = (own_copy & ~now_device[:, None]).sum(-2).astype(xp.int32)
-    d2d = needs(TAIL_D2D) + dynamic_d2d
-    tail_h2d = needs(TAIL_H2D) + dynamic_h2d
+    # one unit of an item each: the state image, the tail page of every pool
+    own_copy = xp.concatenate([forked[..., None], copied], -1)
+    at = xp.concatenate([tables.image_class[candidate][..., None], tables.tail_class[candidate]], -1)
+    on_device_now = now_device[xp.maximum(at, 0)]
+    d2d = needs(TAIL_D2D) + (own_copy & on_device_now)
+    tail_h2d = needs(TAIL_H2D) + (own_copy & ~on_device_now)
     restored = needs(H2D) + units[..., 6, :]
     changes = Changes(
         device_now=group(DEVICE_NOW) + units[..., 0, :],
@@ -148,7 +144,7 @@ def project(xp: ModuleType, tables: Tables, candidate: Array, codes: Array) -> A
     )
     used = stage_used(xp, tables.used0, changes, tables.granules)
     peak = stage_peaks(xp, used)
-    is_fork = (needs(STATE_IS_FORK)[..., :1] > 0) | forked.any(-1, keepdims=True)
+    is_fork = (needs(STATE_IS_FORK)[..., :1] > 0) | forked[..., None]
     degraded = ((codes != KEEP) & (codes != ABSENT)).sum(-1, keepdims=True)
     flat = used.reshape((*used.shape[:-2], used.shape[-2] * used.shape[-1]))
     parts = [

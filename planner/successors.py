@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from ninfer_jax.planner.capacity import DEVICE_PAGES, DEVICE_STATE, HOST_KV, HOST_STATE
+from ninfer_jax.planner.contributions import D2H, DEVICE_COPIED, DEVICE_NOW, HOST_NOW
 from ninfer_jax.planner.options import ReplicaAction, Survivors, refines
-from ninfer_jax.planner.problem import D2H, DEVICE_COPIED, DEVICE_NOW, HOST_NOW, Problem
+from ninfer_jax.planner.problem import Problem
 from ninfer_jax.planner.projection import class_wants
 from ninfer_jax.planner.target import ABSENT, EVICT, TargetBatch, make_targets
 

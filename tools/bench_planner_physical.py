@@ -18,7 +18,7 @@ from ninfer_jax.planner.problem import Problem
 
 
 def make_benchmark_state(owners: int, checkpoints: int, pages: int, seed: int = 0) -> planner.PhysicalState:
-    """Returns a full state: groups of eight owners share a root prefix, half of the last pages are on Host."""
+    """Returns a full state: groups of eight owners share a root prefix, one in five is on Host."""
     rng = random.Random(seed)
     per_owner = max(pages // owners, checkpoints + 4)
     capacity = planner.make_capacity(
@@ -52,7 +52,7 @@ def timed(function, repeat: int) -> dict[str, float]:
         start = time.perf_counter_ns()
         function()
         samples.append((time.perf_counter_ns() - start) / 1e6)
-    return {"p50_ms": round(float(np.percentile(samples, 50)), 3), "p99_ms": round(float(np.percentile(samples, 99)), 3)}
+    return {f"p{p}_ms": round(float(np.percentile(samples, p)), 3) for p in (50, 99)}
 
 
 def random_targets(problem: Problem, count: int, seed: int = 0) -> planner.TargetBatch:
@@ -76,7 +76,8 @@ def measure(owners: int, checkpoints: int, pages: int, repeat: int) -> dict[str,
     functions = planner.physical_functions(problem)
     identity = planner.identity_targets(problem)
     small, large = random_targets(problem, 256), random_targets(problem, 4096)
-    demote = next(k for k, t in enumerate(problem.options.templates) if k > 1 and t.survivors == Survivors.ALL)
+    templates = enumerate(problem.options.templates)
+    demote = next(k for k, t in templates if k > 1 and t.survivors == Survivors.ALL)
     codes = identity.codes[0].copy()
     codes[:2] = demote
     one = planner.make_targets(0, codes)

@@ -20,8 +20,8 @@ from ninfer_jax.planner.transition import apply
 
 PHYSICAL = [
     "ids", "capacity", "extents", "state", "rows", "operations", "invariants", "work", "candidate", "target",
-    "options", "lineage", "problem", "projection", "stages", "resolution", "outcomes", "successors",
-    "search_types", "functions", "plan", "transition", "readiness", "backfill",
+    "options", "lineage", "holders", "contributions", "problem", "projection", "stages", "resolution",
+    "outcomes", "successors", "search_types", "functions", "plan", "transition", "readiness", "backfill",
 ]  # fmt: skip
 VALUE = {"cost", "portfolio", "search", "shared_capture"}
 BANNED = {"time", "random", "logging", "flax", "orbax", "jax.experimental", "jax.random", "numpy.random"}
@@ -32,16 +32,16 @@ def rows_of(assessment, rows):
 
 
 def test_rows_do_not_depend_on_the_batch(naive):
-    """B in {1, 5, 33, 300} and NumPy give the same bits; other rows of the batch do not matter."""
+    """B in {1, 5, 40} and NumPy give the same bits; other rows of the batch do not matter."""
     rng = random.Random(11)
     state = naive.random_state(17, apply=apply, make_problem=make_problem)
     problem = make_problem(state, naive.random_candidates(state, rng))
-    targets = naive.random_targets(problem, rng, 300)
+    targets = naive.random_targets(problem, rng, 40)
     reference = assess_numpy(problem, targets)
     chex.assert_trees_all_equal(assess(problem, targets), reference)
-    order = np.array(rng.sample(range(300), 300))
+    order = np.array(rng.sample(range(40), 40))
     chex.assert_trees_all_equal(assess(problem, take(targets, order)), rows_of(reference, order))
-    for size in (1, 5, 33):
+    for size in (1, 5):
         some = order[:size]
         chex.assert_trees_all_equal(assess(problem, take(targets, some)), rows_of(reference, some))
         chex.assert_trees_all_equal(assess_numpy(problem, take(targets, some)), rows_of(reference, some))

@@ -1,0 +1,505 @@
+"""What states are worth: savings, public value, private loss, and the price J of every target (O-5..O-13).
+
+Owns: the valuation of one planning round. Reads outcomes, never decides feasibility; chooses no target.
+
+    J(c, T) = Now(c, T) + max(0, PublicValue(I_c) - PublicValue(T)) + sum over owners of PrivateLoss(I_c, T)
+
+A checkpoint's fate depends on its own owner's option, on the candidate, and on which shared classes end up on
+Host only. The last two are few per round, so savings are tabled per (owner, option) for each *pattern* of
+them; thousands of targets are then gathers and sums. A pattern is tabled when it is first met.
+
+Letters: B targets, Q checkpoints of the problem, V victims, K options, U owners with checkpoints, M
+checkpoints of one owner, C classes, N pools, W demand records, L (record, owner) pairs, J items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Final
+
+import numpy as np
+from ninfer_jax.planner.candidate import remaining_prefill
+from ninfer_jax.planner.cost import (
+    SATURATED,
+    MachineCostModel,
+    batch_ns_array,
+    prefill_ns,
+    prefill_ns_array,
+    saturating_product,
+    saturating_sum,
+    saturating_total,
+)
+from ninfer_jax.planner.demand import Portfolio, match_matrix
+from ninfer_jax.planner.ids import OwnerKind
+from ninfer_jax.planner.outcomes import OutcomeTables
+from ninfer_jax.planner.problem import Problem, base_tokens
+from ninfer_jax.planner.projection import class_fates
+from ninfer_jax.planner.search_types import Assessment
+from ninfer_jax.planner.target import ABSENT, KEEP, TargetBatch
+
+
+class Retention(IntEnum):
+    """Retention classes of private owners; the value is the prior w_o (O-7)."""
+
+    DISPOSABLE = 1
+    RECENT_PRIVATE = 4
+    LIVE_SESSION = 16
+
+
+NUM_TIE_KEYS: Final = 11
+
+
+# ---------------------------------------------------------------- the rules on plain numbers
+
+
+def saving(rebuild_ns: int, recovery_ns: int) -> int:
+    """Returns what having a checkpoint saves against a rebuild from root (O-5)."""
+    return max(0, rebuild_ns - recovery_ns)
+
+
+def empirical_value(savings: np.ndarray, matches: np.ndarray) -> int:
+    """Returns the sum over demands of the largest saving among matching checkpoints (O-6).
+
+    Args:
+        savings: int64[Q].
+        matches: bool[Q, W].
+    """
+    if not len(savings):
+        return 0
+    return int(saturating_total(np.where(matches, savings[:, None], 0).max(0, initial=0), 0))
+
+
+def private_loss(weight: int, before: np.ndarray, after: np.ndarray) -> int:
+    """Returns the loss of one owner: its worst checkpoint times its prior (O-7); both int64[M]."""
+    worst = int(np.maximum(before - after, 0).max(initial=0))
+    return min(weight * worst, SATURATED)
+
+
+def net_gain(
+    public_before: int,
+    public_after: int,
+    private_losses: int,
+    immediate_before: int,
+    immediate_after: int,
+    *,
+    blocked_requests: int = 0,
+    split_ns: int = 0,
+) -> int | None:
+    """Returns the net gain of a shared capture, or None if saturation forbids a verdict (O-10, O-13).
+
+    Args:
+        blocked_requests: other requests that the global transition makes wait; the capture's own counts once.
+        split_ns: exact cost of an extra prefill boundary, before it is sunk.
+
+    >>> net_gain(0, 1000, 4 * 250, 0, 0), net_gain(0, 1000, 4 * 249, 0, 0)
+    (0, 4)
+    """
+    numbers = (public_before, public_after, private_losses, immediate_before, immediate_after, split_ns)
+    delta = max(0, immediate_after - immediate_before) * (1 + blocked_requests)
+    if max(*numbers, delta) >= SATURATED:
+        return None
+    return public_after - public_before - private_losses - delta - split_ns
+
+
+# ---------------------------------------------------------------- logical facts
+
+
+@dataclass(frozen=True, eq=False)
+class CacheFacts:
+    """What the manager knows about the problem's owners and checkpoints, as arrays. Build with `make_facts`."""
+
+    weights: np.ndarray  # int64[O], prior of private owners, 0 for shared ones
+    credited: np.ndarray  # bool[O], shared owners with a live credit
+    matches: np.ndarray  # bool[Q, W], demand records that name the checkpoint
+    hits: np.ndarray  # int64[Q], observed selected hits
+    last_hit: np.ndarray  # int64[Q], epoch of the last one
+
+
+def make_facts(
+    problem: Problem,
+    *,
+    portfolio: Portfolio | None = None,
+    keys: Mapping[int, Hashable] | None = None,
+    retention: Mapping[int, Retention] | None = None,
+    hits: Mapping[int, tuple[int, int]] | None = None,
+) -> CacheFacts:
+    """Returns the facts of one round.
+
+    Args:
+        portfolio: demands and credits; credits name owner rows.
+        keys: prefix key of each checkpoint row.
+        retention: class of each private owner row; RECENT_PRIVATE where missing.
+        hits: (count, last epoch) of each checkpoint row that was ever hit.
+    """
+    state = problem.state
+    portfolio, keys, hits = portfolio or Portfolio(), keys or {}, hits or {}
+    weights = np.zeros(state.num_owners, np.int64)
+    weights[state.owner_kind == OwnerKind.PRIVATE] = Retention.RECENT_PRIVATE
+    for owner, kind in (retention or {}).items():
+        if state.owner_kind[owner] == OwnerKind.PRIVATE:
+            weights[owner] = int(kind)
+    credited = np.zeros(state.num_owners, bool)
+    for credit in portfolio.credits:
+        if isinstance(credit.owner, int) and state.owner_kind[credit.owner] == OwnerKind.SHARED:
+            credited[credit.owner] = True
+    rows = [int(c) for c in problem.checkpoints]
+    observed = np.asarray([hits.get(c, (0, 0)) for c in rows], np.int64).reshape(-1, 2)
+    return CacheFacts(
+        weights,
+        credited,
+        match_matrix(portfolio, [keys.get(c) for c in rows]),
+        observed[:, 0],
+        observed[:, 1],
+    )
+
+
+# ---------------------------------------------------------------- tables of a round
+
+
+@dataclass(frozen=True, eq=False)
+class _Static:
+    """Placement-free facts of a round."""
+
+    owners: np.ndarray  # int32[U]
+    index: np.ndarray  # int32[U, M], row of `problem.checkpoints`, Q where padded
+    rebuild: np.ndarray  # int64[Q + 1]
+    interval: np.ndarray  # int64[U, M, M], prefill from checkpoint j to i; SATURATED unless j is below i
+    tail_ops: np.ndarray  # int64[Q]
+    tail_bytes: np.ndarray  # int64[Q]
+    victim: np.ndarray  # int32[U], column of the extended codes (V for owners outside of the domain)
+    weights: np.ndarray  # int64[U]
+    credited: np.ndarray  # int32[X], rows among U
+    record: np.ndarray  # int32[L], demand groups, ascending
+    record_owner: np.ndarray  # int32[L], row among U
+    record_mask: np.ndarray  # bool[L, M]
+    record_starts: np.ndarray  # int32[G]
+    record_count: np.ndarray  # int64[G], how many records are alike
+    image_class: np.ndarray  # int32[Q]
+
+
+@dataclass(frozen=True, eq=False)
+class _Pattern:
+    """Values under one candidate and one set of Host-only classes."""
+
+    private: np.ndarray  # int64[U, K]
+    empirical: np.ndarray  # int64[L, K]
+    credit: np.ndarray  # int64[X, K]
+    affected_hits: np.ndarray  # int64[U, K]
+    affected_epoch: np.ndarray  # int64[U, K]
+    broken: np.ndarray  # bool[U, K], something saturated and something got worse: the loss is the maximum
+
+
+@dataclass(frozen=True, eq=False)
+class PortfolioValue:
+    """Prices targets of one problem (Protocols `Value` and `TieBreak`); lives as long as the round.
+
+    Attributes:
+        patterns: tables already made; the only thing that changes, and it only saves time.
+    """
+
+    problem: Problem
+    outcome: OutcomeTables
+    facts: CacheFacts
+    model: MachineCostModel
+    static: _Static
+    prefill: np.ndarray  # int64[D], remaining prefill of each candidate
+    patterns: dict[tuple[int, bytes], _Pattern] = field(default_factory=dict)
+    identities: dict[int, _Identity] = field(default_factory=dict)
+
+    def __call__(self, targets: TargetBatch, assessment: Assessment, /) -> np.ndarray:
+        """Returns int64[B], J of every target, saturated (O-9)."""
+        return saturating_sum(self.now(targets, assessment), self.future(targets))
+
+    def now(self, targets: TargetBatch, assessment: Assessment, /) -> np.ndarray:
+        """Returns int64[B], the immediate price: prefill, then pressure and candidate copies in turn (O-2)."""
+        size = np.asarray(self.problem.state.capacity.item_bytes(), np.int64)
+        t = self.model.transfer
+        total = self.prefill[targets.candidate]
+        for coefficients, ops, units in (
+            (t.d2h, assessment.d2h_ops, assessment.d2h),
+            (t.h2d, assessment.h2d_ops, assessment.h2d),
+            (t.d2d, assessment.d2d, assessment.d2d),
+        ):
+            if units.any():
+                num_bytes = (units * size).sum(-1)
+                price = batch_ns_array(coefficients, ops.sum(-1, dtype=np.int64), num_bytes)
+                total = saturating_sum(total, price)
+        return total
+
+    def future(self, targets: TargetBatch, /) -> np.ndarray:
+        """Returns int64[B], FutureLoss against each candidate's identity state (O-9)."""
+        return self._fold(targets, self._loss)
+
+    def public_value(self, targets: TargetBatch, /) -> np.ndarray:
+        """Returns int64[B], PublicValue of each end state (O-6)."""
+        return self._fold(targets, lambda which, pattern, code: self._public(pattern, code))
+
+    def private_losses(self, targets: TargetBatch, /) -> np.ndarray:
+        """Returns int64[B], the summed PrivateLoss against each candidate's identity state (O-7)."""
+
+        def private(which: int, pattern: _Pattern, code: np.ndarray) -> np.ndarray:
+            return saturating_total(_gather(pattern.private, self._owner_codes(code)), -1)
+
+        return self._fold(targets, private)
+
+    def tie_keys(self, targets: TargetBatch, assessment: Assessment, /) -> np.ndarray:
+        """Returns int64[B, 11], the order among equal J before the target's own ordinal; small wins (O-12)."""
+
+        def hits(which: int, pattern: _Pattern, code: np.ndarray) -> np.ndarray:
+            codes = self._owner_codes(code)
+            count = saturating_total(_gather(pattern.affected_hits, codes), -1)
+            newest = _gather(pattern.affected_epoch, codes).max(-1, initial=0)
+            return np.stack([count, newest], -1)
+
+        touched = self._fold(targets, hits, width=2)
+        size = np.asarray(self.problem.state.capacity.item_bytes(), np.int64)
+        ops = (assessment.d2h_ops + assessment.h2d_ops + assessment.d2d).sum(-1, dtype=np.int64)
+        num_bytes = ((assessment.d2h + assessment.h2d + assessment.d2d) * size).sum(-1)
+        facts = np.zeros((len(self.problem.candidates), 5), np.int64)
+        for d, candidate in enumerate(self.problem.candidates):
+            base = base_tokens(self.problem, d)
+            left = remaining_prefill(candidate.request, base)
+            facts[d] = (
+                left.tokens,
+                left.vision_patches,
+                -base,
+                not candidate.is_session_binding,
+                candidate.ordinal,
+            )
+        counts = np.stack([assessment.evictions, assessment.drops, ops, num_bytes], -1).astype(np.int64)
+        return np.concatenate([touched, counts, facts[targets.candidate]], -1)
+
+    # ---- gathers
+
+    def _fold(
+        self,
+        targets: TargetBatch,
+        rule: Callable[[int, _Pattern, np.ndarray], np.ndarray],
+        width: int | None = None,
+    ) -> np.ndarray:
+        """Applies `rule` to each group of targets that share candidate and pattern."""
+        b, v = targets.codes.shape
+        out = np.zeros(b if width is None else (b, width), np.int64)
+        codes = np.zeros((b, self.problem.tables.contributions.shape[0]), np.int32)
+        codes[:, :v] = targets.codes
+        host_only = self._host_only(targets.candidate, codes)
+        codes[codes == ABSENT] = KEEP
+        extended = codes[:, : v + 1] if codes.shape[1] > v else np.pad(codes, ((0, 0), (0, 1)))
+        for which in np.unique(targets.candidate):
+            mine = np.flatnonzero(targets.candidate == which)
+            if host_only is None:
+                out[mine] = rule(int(which), self._pattern(int(which), None), extended[mine])
+                continue
+            packed = np.packbits(host_only[mine], axis=1)
+            kinds, kind_of = np.unique(packed, axis=0, return_inverse=True)
+            kind_of = kind_of.ravel()
+            for i in range(len(kinds)):
+                rows = mine[kind_of == i]
+                pattern = self._pattern(int(which), host_only[rows[0]])
+                out[rows] = rule(int(which), pattern, extended[rows])
+        return out
+
+    def _host_only(self, candidate: np.ndarray, codes: np.ndarray) -> np.ndarray | None:
+        """Returns bool[B, C], classes that somebody keeps, but on Host only; None without classes."""
+        if not (self.problem.objects.class_of >= 0).any():
+            return None
+        on_device, on_host, *_ = class_fates(np, self.problem.tables, candidate, codes)
+        return on_host & ~on_device
+
+    def _owner_codes(self, code: np.ndarray) -> np.ndarray:
+        return code[:, self.static.victim]
+
+    def _loss(self, which: int, pattern: _Pattern, code: np.ndarray) -> np.ndarray:
+        codes = self._owner_codes(code)
+        total = saturating_total(_gather(pattern.private, codes), -1)
+        before = self._identity(which).public
+        total = saturating_sum(total, np.maximum(before - self._public(pattern, code), 0))
+        if pattern.broken.any():
+            total = np.where(_gather(pattern.broken, codes).any(-1), SATURATED, total)
+        return total
+
+    def _public(self, pattern: _Pattern, code: np.ndarray) -> np.ndarray:
+        s = self.static
+        total = np.zeros(len(code), np.int64)
+        if len(s.record):
+            each = _gather(pattern.empirical, code[:, s.victim[s.record_owner]])
+            best = np.maximum.reduceat(each, s.record_starts, axis=1)
+            total = saturating_total(saturating_product(best, s.record_count), -1)
+        if len(s.credited):
+            credit = saturating_total(_gather(pattern.credit, code[:, s.victim[s.credited]]), -1)
+            total = saturating_sum(total, credit)
+        return total
+
+    # ---- tables
+
+    def _identity(self, which: int) -> _Identity:
+        if which not in self.identities:
+            problem = self.problem
+            code = np.zeros((1, problem.tables.contributions.shape[0]), np.int32)
+            row = int(problem.source_victim[which])
+            if row >= 0:
+                code[0, row] = ABSENT
+            host_only = self._host_only(np.asarray([which]), code)
+            savings, recovery = self._savings(which, None if host_only is None else host_only[0])
+            base = _Identity(savings[:, :, KEEP], recovery[:, :, KEEP], np.int64(0))
+            self.identities[which] = base
+            pattern = self._pattern(which, None if host_only is None else host_only[0])
+            keep = np.zeros((1, problem.num_victims + 1), np.int32)
+            self.identities[which] = _Identity(base.savings, base.recovery, self._public(pattern, keep)[0])
+        return self.identities[which]
+
+    def _pattern(self, which: int, host_only: np.ndarray | None) -> _Pattern:
+        key = (which, b"" if host_only is None else np.packbits(host_only).tobytes())
+        if key not in self.patterns:
+            base = self._identity(which)
+            if key not in self.patterns:  # making the identity may have made it
+                self.patterns[key] = self._make_pattern(base, *self._savings(which, host_only))
+        return self.patterns[key]
+
+    def _savings(self, which: int, host_only: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """Returns int64[U, M, K] twice: saving and recovery price; 0 and 0 where padded (O-5)."""
+        s, outcome, problem = self.static, self.outcome, self.problem
+        sizes = problem.state.capacity.item_bytes()
+        pools = problem.state.capacity.num_pools
+        alive = outcome.alive & ~outcome.released[which][:, None]
+        pages = outcome.host_pages - outcome.restored[which][:, None]
+        on_device = outcome.image_device
+        if host_only is not None:
+            gone = np.append(host_only, False)
+            shared = (gone[outcome.classes][..., None] * outcome.class_pages[outcome.classes]).sum(1)
+            pages = pages + shared[:, None].astype(pages.dtype)
+            is_class = outcome.image_class < len(host_only)
+            at = np.minimum(outcome.image_class, len(host_only) - 1)
+            on_device = np.where(is_class[:, None], ~host_only[at][:, None], on_device)
+        restore = (~on_device).astype(np.int64)
+        kv_bytes = (pages[..., :pools] * np.asarray(sizes[1:], np.int64)).sum(-1)
+        t = self.model.transfer
+        h2d = batch_ns_array(t.h2d, pages[..., pools] + restore, kv_bytes + restore * sizes[0])
+        fork = on_device.astype(np.int64)
+        d2d = batch_ns_array(t.d2d, s.tail_ops[:, None] + fork, s.tail_bytes[:, None] + fork * sizes[0])
+        direct = np.where(alive, saturating_sum(h2d, d2d), SATURATED)
+        padded = np.concatenate([direct, np.full((1, direct.shape[1]), SATURATED)])
+        mine = padded[s.index]  # int64[U, M, K]
+        best = mine
+        if s.index.shape[1] > 1:
+            via = saturating_sum(mine[:, :, None, :], s.interval[..., None])  # from j to i
+            best = np.minimum(mine, via.min(1))
+        rebuild = s.rebuild[s.index][..., None]
+        recovery = np.minimum(best, rebuild)
+        return rebuild - recovery, recovery
+
+    def _make_pattern(self, base: _Identity, savings: np.ndarray, recovery: np.ndarray) -> _Pattern:
+        s = self.static
+        lost = np.maximum(base.savings[..., None] - savings, 0).max(1, initial=0)
+        worse = recovery > base.recovery[..., None]
+        hits = np.append(self.facts.hits, 0)[s.index][..., None]
+        epochs = np.append(self.facts.last_hit, 0)[s.index][..., None]
+        hopeless = (s.rebuild == SATURATED)[s.index].any(1)[:, None] & (worse.any(1) | (lost > 0))
+        masked = np.where(s.record_mask[..., None], savings[s.record_owner], 0)
+        return _Pattern(
+            saturating_product(lost, s.weights[:, None]),
+            masked.max(1, initial=0),
+            savings[s.credited].max(1, initial=0),
+            np.where(worse, hits, 0).sum(1),
+            np.where(worse & (hits > 0), epochs, 0).max(1, initial=0),
+            hopeless,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Identity:
+    """Values of one candidate's identity state."""
+
+    savings: np.ndarray  # int64[U, M]
+    recovery: np.ndarray  # int64[U, M]
+    public: np.int64
+
+
+def make_value(
+    problem: Problem, outcome: OutcomeTables, facts: CacheFacts, model: MachineCostModel
+) -> PortfolioValue:
+    """Returns the valuation of one round.
+
+    Args:
+        outcome: `make_outcome_tables(problem)`.
+        facts: `make_facts(problem, ...)`.
+    """
+    prefill = [
+        prefill_ns(model, remaining_prefill(c.request, base_tokens(problem, d)))
+        for d, c in enumerate(problem.candidates)
+    ]
+    return PortfolioValue(
+        problem,
+        outcome,
+        facts,
+        model,
+        _make_static(problem, outcome, facts, model),
+        np.asarray(prefill, np.int64),
+    )
+
+
+def _make_static(
+    problem: Problem, outcome: OutcomeTables, facts: CacheFacts, model: MachineCostModel
+) -> _Static:
+    state, rows = problem.state, problem.checkpoints
+    q, page = len(rows), state.capacity.page_tokens
+    owner = state.checkpoint_owner[rows]
+    order = np.lexsort(
+        (state.checkpoint_ordinal[rows], state.checkpoint_kind[rows], state.checkpoint_frontier[rows], owner)
+    )
+    owners, first, counts = np.unique(owner[order], return_index=True, return_counts=True)
+    depth = int(counts.max(initial=1))
+    index = np.full((len(owners), depth), q, np.int32)
+    rank = np.arange(q) - np.repeat(first, counts)
+    index[np.repeat(np.arange(len(owners)), counts), rank] = order
+
+    tokens = np.append(state.checkpoint_frontier[rows], 0).astype(np.int64)
+    work = np.concatenate([state.checkpoint_rebuild[rows], np.zeros((1, 3), np.int32)]).astype(np.int64)
+    rebuild = prefill_ns_array(model, work[:, 0], tokens, tokens * (tokens + 1) // 2, work[:, 1], work[:, 2])
+    low, high = tokens[index][:, :, None], tokens[index][:, None, :]
+    more = work[index][:, None, :, :] - work[index][:, :, None, :]
+    suffix = np.maximum(high - low, 0)
+    interval = prefill_ns_array(
+        model,
+        np.maximum(more[..., 0], suffix > 0),
+        suffix,
+        low * suffix + suffix * (suffix + 1) // 2,
+        np.maximum(more[..., 1], 0),
+        np.maximum(more[..., 2], 0),
+    )
+    is_below = (low < high) & (index < q)[:, :, None] & (index < q)[:, None, :]
+    interval = np.where(is_below, interval, SATURATED)
+
+    partial = state.checkpoint_kv_tokens[rows] % page > 0
+    sizes = np.asarray(state.capacity.item_bytes()[1:], np.int64)
+    victim_of = np.full(state.num_owners, problem.num_victims, np.int32)
+    victim_of[problem.victims] = np.arange(problem.num_victims)
+
+    kinds, how_often = np.unique(facts.matches, axis=1, return_counts=True)
+    by_owner = np.concatenate([kinds, np.zeros((1, kinds.shape[1]), bool)])[index]  # bool[U, M, G]
+    record, record_owner = np.nonzero(by_owner.any(1).T)
+    groups, starts = np.unique(record, return_index=True)
+    return _Static(
+        owners,
+        index,
+        rebuild,
+        interval,
+        partial.sum(1).astype(np.int64),
+        (partial * sizes).sum(1),
+        victim_of[owners],
+        facts.weights[owners],
+        np.flatnonzero(facts.credited[owners]),
+        record,
+        record_owner,
+        by_owner[record_owner, :, record],
+        starts,
+        how_often[groups].astype(np.int64),
+        outcome.image_class,
+    )
+
+
+def _gather(table: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    """Returns ``table[i, codes[b, i]]`` as [B, rows]."""
+    return table.ravel()[codes + np.arange(len(table), dtype=np.int32) * table.shape[1]]
