@@ -25,10 +25,12 @@ class Counters:
     reused_tokens: int = 0
     completion_tokens: int = 0
     prefill_chunks: int = 0
-    prefill_ns: int = 0
+    prefill_ns: int = 0  # dispatch of all chunks, and for each prompt's last one the wait for its token
     decode_rounds: Counter[int] = field(default_factory=Counter)  # by number of rows
     decode_rows: int = 0
-    decode_step_ns: int = 0  # from dispatch to tokens on the host
+    decode_step_ns: int = (
+        0  # dispatch to tokens on the host; includes a prefill chunk still running before it
+    )
     decode_settle_ns: int = 0  # from tokens on the host to everything published
     faults: int = 0
 

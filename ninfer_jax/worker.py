@@ -172,6 +172,11 @@ class Worker:
         except Exception as fault:
             self._recover(fault)
             return True
+        except (
+            BaseException
+        ) as interruption:  # Ctrl-C in the thread that drives: clean up, then let it through
+            self._recover(interruption)
+            raise
 
     def _sleep(self) -> None:
         """Waits for mail; whatever waits or runs would have given ``step`` something to do."""
@@ -395,7 +400,7 @@ class Worker:
 
     # -- faults ----------------------------------------------------------------------------------------------
 
-    def _recover(self, fault: Exception) -> None:
+    def _recover(self, fault: BaseException) -> None:
         """Clears all device work, fails what it touched, keeps the untouched queue (Q-7)."""
         self._counters.faults += 1
         self._faults_in_a_row += 1
