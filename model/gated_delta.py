@@ -144,8 +144,9 @@ def chunked_rule(
     v = chunks(v, key_heads, repeats)  # [N, Hk, R, C, Dv]
     beta, g = chunks(beta, key_heads, repeats), chunks(g, key_heads, repeats)  # [N, Hk, R, C]
 
-    total = jnp.cumsum(g, axis=-1)
     row, column = jnp.arange(length)[:, None], jnp.arange(length)
+    # A running sum as a product: cumsum unfolds into dozens of small kernels on CPU, all to be compiled per layer.
+    total = jnp.matmul(g, (row <= column).astype(jnp.float32), precision=_EXACT)
     # The difference is masked before exp: as a product of exponentials it would overflow for strongly
     # decaying heads.
     difference = jnp.where(column <= row, total[..., :, None] - total[..., None, :], -jnp.inf)
@@ -157,7 +158,9 @@ def chunked_rule(
     grown = jnp.exp(total)[..., None]  # [N, Hk, R, C, 1]
     shrinking = jnp.exp(total[..., -1:] - total)[..., None]
     targets = beta[..., None] * jnp.concatenate([v, k[:, :, None] * grown], axis=-1)
-    solved = jnp.matmul(inverse_unit_lower(coupling), targets, precision=_EXACT)
+    # One batch axis: with three, XLA transposes around every small product.
+    inverse = inverse_unit_lower(coupling.reshape(-1, length, length)).reshape(coupling.shape)
+    solved = jnp.matmul(inverse, targets, precision=_EXACT)
 
     inputs = (
         solved[..., :value_dim],
