@@ -39,12 +39,8 @@ def run(args: argparse.Namespace) -> int:
     prompts = read_prompts(args)
     sampling = sampling_from(args)
     with open_engine(args) as engine:
-        if args.chat:
-            conversations = [chat_messages(args.system, prompt) for prompt in prompts]
-            handles = [engine.submit(messages, sampling=sampling) for messages in conversations]
-            results = [handle.result() for handle in handles]
-        else:
-            results = engine.generate(prompts, sampling)
+        asked = [chat_messages(args.system, prompt) for prompt in prompts] if args.chat else prompts
+        results = engine.generate(asked, sampling)
     if args.json:
         print_json([describe_result(result) for result in results])
     else:
