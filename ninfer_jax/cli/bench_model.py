@@ -74,6 +74,10 @@ def run_bench_model(args: argparse.Namespace) -> dict[str, Any]:
     """
     if args.repeats < 1:
         raise ValueError(f"--repeats: got {args.repeats}, expected 1 or more")
+    if args.steps is not None and args.steps < 1:
+        raise ValueError(f"--steps: got {args.steps}, expected 1 or more")
+    if any(size < 1 for size in args.prompt_tokens or ()):
+        raise ValueError(f"--prompt-tokens: got {args.prompt_tokens}, expected 1 or more")
     rows = args.rows or []
     if any(not 1 <= number <= 8 for number in rows):
         raise ValueError(f"--rows: got {rows}, expected numbers from 1 to 8")

@@ -158,4 +158,4 @@ class TransformersSide:
             output = self._model(input_ids=ids, use_cache=True, logits_to_keep=1, **{self._cache_name: cache})
             tokens = output.logits[:, -1].argmax(-1)
             tokens.tolist()
-        return tokens, output[self._cache_name] if self._cache_name in output else output.past_key_values
+        return tokens, output[self._cache_name]
