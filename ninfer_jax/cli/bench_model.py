@@ -116,6 +116,7 @@ def measure_shape(
             "max_concurrency": max(batch_rows),
             "max_context": context,
             "kv_capacity": context * max(batch_rows),
+            "prefill_chunk": min(1024, max(prompt_sizes)),  # no larger bucket is ever asked for
             "load_format": "dummy" if args.dummy else "auto",
         },
     )

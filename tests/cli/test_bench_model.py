@@ -1,4 +1,4 @@
-"""The arithmetic and the geometries of the bench, with sides that only pretend; speed is measured elsewhere."""
+"""The arithmetic and geometries of the bench, with sides that only pretend; speed is measured elsewhere."""
 
 from __future__ import annotations
 
