@@ -93,8 +93,12 @@ def match_matrix(portfolio: Portfolio, keys: Sequence[Hashable]) -> np.ndarray:
     Args:
         keys: one key per checkpoint; None matches nothing.
     """
+    rows: dict[Hashable, list[int]] = {}
+    for q, key in enumerate(keys):
+        if key is not None:
+            rows.setdefault(key, []).append(q)
     out = np.zeros((len(keys), len(portfolio.demands)), bool)
     for d, demand in enumerate(portfolio.demands):
-        wanted = demand.matched | demand.creatable
-        out[:, d] = [key is not None and key in wanted for key in keys]
+        for key in demand.matched | demand.creatable:
+            out[rows.get(key, []), d] = True
     return out

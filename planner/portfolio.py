@@ -108,7 +108,7 @@ def net_gain(
 
 @dataclass(frozen=True, eq=False)
 class CacheFacts:
-    """What the manager knows about the problem's owners and checkpoints, as arrays. Build with `make_facts`."""
+    """What the manager knows about owners and checkpoints, as arrays. Build with `make_facts`."""
 
     weights: np.ndarray  # int64[O], prior of private owners, 0 for shared ones
     credited: np.ndarray  # bool[O], shared owners with a live credit
@@ -186,8 +186,8 @@ class _Pattern:
     private: np.ndarray  # int64[U, K]
     empirical: np.ndarray  # int64[L, K]
     credit: np.ndarray  # int64[X, K]
-    affected_hits: np.ndarray  # int64[U, K]
-    affected_epoch: np.ndarray  # int64[U, K]
+    affected_hits: np.ndarray  # int64[U, K], checkpoints with observed hits that got worse
+    affected_epoch: np.ndarray  # int64[U, K], newest of their hits
     broken: np.ndarray  # bool[U, K], something saturated and something got worse: the loss is the maximum
 
 
@@ -213,7 +213,7 @@ class PortfolioValue:
         return saturating_sum(self.now(targets, assessment), self.future(targets))
 
     def now(self, targets: TargetBatch, assessment: Assessment, /) -> np.ndarray:
-        """Returns int64[B], the immediate price: prefill, then pressure and candidate copies in turn (O-2)."""
+        """Returns int64[B], the immediate price: prefill, pressure copies, candidate copies (O-2)."""
         size = np.asarray(self.problem.state.capacity.item_bytes(), np.int64)
         t = self.model.transfer
         total = self.prefill[targets.candidate]
@@ -244,8 +244,8 @@ class PortfolioValue:
 
         return self._fold(targets, private)
 
-    def tie_keys(self, targets: TargetBatch, assessment: Assessment, /) -> np.ndarray:
-        """Returns int64[B, 11], the order among equal J before the target's own ordinal; small wins (O-12)."""
+    def tie_break(self, targets: TargetBatch, assessment: Assessment, /) -> np.ndarray:
+        """Returns int64[B, 11], what decides among equal J, small wins; the codes come last (O-12)."""
 
         def hits(which: int, pattern: _Pattern, code: np.ndarray) -> np.ndarray:
             codes = self._owner_codes(code)
@@ -402,7 +402,7 @@ class PortfolioValue:
             saturating_product(lost, s.weights[:, None]),
             masked.max(1, initial=0),
             savings[s.credited].max(1, initial=0),
-            np.where(worse, hits, 0).sum(1),
+            (worse & (hits > 0)).sum(1),
             np.where(worse & (hits > 0), epochs, 0).max(1, initial=0),
             hopeless,
         )
