@@ -105,7 +105,7 @@ class Qwen35Config:
 
     @property
     def signature(self) -> str:
-        """A digest that is equal exactly for equal geometries, stable across processes and versions of Python."""
+        """A digest equal exactly for equal geometries, stable across processes and Python versions."""
         fields = json.dumps(dataclasses.asdict(self), sort_keys=True)
         return hashlib.sha256(fields.encode()).hexdigest()[:16]
 
@@ -268,7 +268,8 @@ def _contradictions(config: Qwen35Config, rope: Mapping[str, Any]) -> list[str]:
     problems = []
     if len(config.layer_types) != config.num_hidden_layers:
         problems.append(
-            f"layer_types has {len(config.layer_types)} entries for num_hidden_layers {config.num_hidden_layers}"
+            f"layer_types has {len(config.layer_types)} entries "
+            f"for num_hidden_layers {config.num_hidden_layers}"
         )
     unknown = sorted(set(config.layer_types) - {LINEAR_ATTENTION, FULL_ATTENTION})
     if unknown:
@@ -293,7 +294,8 @@ def _contradictions(config: Qwen35Config, rope: Mapping[str, Any]) -> list[str]:
         )
     if config.moe is not None and config.moe.num_experts_per_tok > config.moe.num_experts:
         problems.append(
-            f"num_experts_per_tok {config.moe.num_experts_per_tok} exceeds num_experts {config.moe.num_experts}"
+            f"num_experts_per_tok {config.moe.num_experts_per_tok} "
+            f"exceeds num_experts {config.moe.num_experts}"
         )
     if config.linear_conv_kernel_dim < 2:
         problems.append("linear_conv_kernel_dim is 1, expected at least 2")

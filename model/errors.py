@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is unsupported, contradictory or incomplete; the message says got, expected and what to do."""
+    """A checkpoint is unsupported, contradictory or incomplete; says got, expected, what to do."""

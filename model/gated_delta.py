@@ -35,7 +35,7 @@ class Projected(NamedTuple):
 
 
 def l2_normalise(x: jax.Array) -> jax.Array:
-    """Returns float32 `x` scaled to unit length over the last axis, with a constant epsilon on the squared length."""
+    """Returns float32 `x` scaled to unit length; the epsilon is constant, on the squared length."""
     x = x.astype(jnp.float32)
     return x * lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _L2_EPS)
 
@@ -81,7 +81,7 @@ def recurrent_rule(
 
 
 def inverse_unit_lower(strict: jax.Array) -> jax.Array:
-    """Returns the inverse of `I + strict` for strictly lower triangular `strict` f32[..., C, C], C a power of two >= 8.
+    """Returns the inverse of `I + strict`, `strict` strictly lower triangular f32[..., C, C], C = 8 * 2^n.
 
     Diagonal blocks of 8 by their finite Neumann series, then pairs of blocks merged. The entries here are at
     most 1 in size, so the powers inside a block of 8 stay below 36 and cost no accuracy; over the whole chunk
@@ -145,7 +145,8 @@ def chunked_rule(
     beta, g = chunks(beta, key_heads, repeats), chunks(g, key_heads, repeats)  # [N, Hk, R, C]
 
     row, column = jnp.arange(length)[:, None], jnp.arange(length)
-    # A running sum as a product: cumsum unfolds into dozens of small kernels on CPU, all to be compiled per layer.
+    # A running sum as a product: cumsum unfolds into dozens of small kernels on CPU, all to be compiled per
+    # layer.
     total = jnp.matmul(g, (row <= column).astype(jnp.float32), precision=_EXACT)
     # The difference is masked before exp: as a product of exponentials it would overflow for strongly
     # decaying heads.
@@ -217,7 +218,7 @@ class GatedDeltaNet(nnx.Module):
         return Projected(both[..., :channels], z, jax.nn.sigmoid(b).astype(jnp.float32), g)
 
     def heads(self, convolved: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns float32 (q, k, v) heads of the activated convolution output [..., M]; q, k normalised, q scaled."""
+        """Returns float32 (q, k, v) heads of the activated convolution [..., M]; q, k unit, q scaled."""
         config = self.config
         keys = config.linear_num_key_heads * config.linear_key_head_dim
         lead = convolved.shape[:-1]

@@ -19,7 +19,7 @@ from ninfer_jax.model.config import Qwen35Config
 
 
 def precision_of(dtype: jnp.dtype) -> lax.Precision:
-    """Returns the product precision that keeps the promise of `dtype`: float32 must not become TF32 on a GPU."""
+    """Returns the product precision that keeps `dtype` honest: float32 must not become TF32."""
     return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -132,13 +132,14 @@ def export_tensors(module: Qwen35, style: CheckpointStyle = DEFAULT_STYLE) -> di
 class TensorFiles:
     """The headers of a checkpoint: where each tensor is and what it looks like; no weight has been read."""
 
-    file_of: Mapping[str, Path]
+    file_of: Mapping[
+        str, Any
+    ]  # open, memory-mapped: parsing a header anew for every expert would be quadratic
     shapes: Mapping[str, tuple[int, ...]]
 
     def read(self, name: str) -> np.ndarray:
         """Returns one tensor, possibly as a view of the mapped file."""
-        with safe_open(self.file_of[name], framework="numpy") as file:
-            return file.get_tensor(name)
+        return self.file_of[name].get_tensor(name)
 
 
 def open_checkpoint(directory: Path) -> TensorFiles:
@@ -167,23 +168,20 @@ def open_checkpoint(directory: Path) -> TensorFiles:
         raise CheckpointError(
             f"{len(absent)} shards named by {index.name} are missing: {', '.join(absent[:8])}"
         )
-    file_of: dict[str, Path] = {}
+    file_of: dict[str, Any] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for path in files:
         try:
-            with safe_open(path, framework="numpy") as file:
-                for name in file.keys():
-                    header = file.get_slice(name)
-                    shapes[name] = tuple(header.get_shape())
-                    if header.get_dtype() not in _TENSOR_DTYPES and not name.startswith("mtp."):
-                        raise CheckpointError(
-                            f"{name} is {header.get_dtype()}, expected one of {', '.join(_TENSOR_DTYPES)}"
-                        )
-                    file_of[name] = path
-        except CheckpointError:
-            raise
+            file = safe_open(path, framework="numpy")
         except Exception as error:
             raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
+        for name in file.keys():  # safe_open is no mapping
+            header = file.get_slice(name)
+            if header.get_dtype() not in _TENSOR_DTYPES and not skipped_names((name,)):
+                raise CheckpointError(
+                    f"{name} is {header.get_dtype()}, expected one of {', '.join(_TENSOR_DTYPES)}"
+                )
+            file_of[name], shapes[name] = file, tuple(header.get_shape())
     return TensorFiles(file_of, shapes)
 
 

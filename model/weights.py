@@ -74,7 +74,8 @@ def detect_style(names: Collection[str]) -> CheckpointStyle:
         )
     shown = ", ".join(sorted(names)[:4]) or "none"
     raise CheckpointError(
-        f"no Qwen3.5 text weights: expected names under {RELEASED_PREFIX}layers.* or {TEXT_ONLY_PREFIX}layers.*, "
+        f"no Qwen3.5 text weights: expected names under {RELEASED_PREFIX}layers.* "
+        f"or {TEXT_ONLY_PREFIX}layers.*, "
         f"got {len(names)} tensors ({shown}, ...)"
     )
 

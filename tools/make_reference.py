@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""Regenerates `tests/data/reference`: three very small Qwen3.5 checkpoints and what transformers computes on them.
+"""Regenerates `tests/data/reference`: three very small checkpoints and what transformers computes on them.
 
 It owns the data that lets the default suite judge the model without any other download. It needs torch and
 transformers, which the suite itself does not:
 
     python tools/make_reference.py tests/data/reference
 
-Each folder holds `config.json`, safetensors, and `reference.npz` with, for one prompt of S tokens: `input_ids` [S],
-`logits` [S, V], `hidden` [L+1, S, H] (embeddings, then the residual stream after every layer), `recurrent`
-[Llin, Hv, Dk, Dv] and `conv` [Llin, M, K-1] after the prompt, and `greedy` [G], the continuation, whose smallest gap
-between the best two logits is `greedy_margin`.
+Each folder holds `config.json`, safetensors, and `reference.npz` with, for one prompt of S tokens:
+`input_ids` [S], `logits` [S, V], `hidden` [L+1, S, H] (embeddings, then the residual stream after every
+layer), `recurrent` [Llin, Hv, Dk, Dv] and `conv` [Llin, M, K-1] after the prompt, and `greedy` [G], the
+continuation, whose smallest gap between the best two logits is `greedy_margin`.
 
-The three differ where loaders go wrong: `dense` is float32 with flat names; `moe` is bfloat16, sharded, with the
-released prefix, fused experts, old rope field names, and vision and draft tensors to be skipped; `tied` is bfloat16
-with one expert-free head shared with the embedding.
+The three differ where loaders go wrong: `dense` is float32 with flat names; `moe` is bfloat16, sharded, with
+the released prefix, fused experts, old rope field names, and vision and draft tensors to be skipped; `tied`
+is bfloat16 with one expert-free head shared with the embedding.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def draw(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch
         return 0.5 * noise
     gain = 2.0 if "lm_head" in name or name.endswith("mlp.gate.weight") else 1.0
     if "out_proj" in name or "o_proj" in name or "down_proj" in name:
-        gain = 0.5  # added to the residual stream: smaller, so that rounding does not grow from layer to layer
+        gain = (
+            0.5  # added to the residual stream: smaller, so that rounding does not grow from layer to layer
+        )
     return gain * noise / math.sqrt(shape[-1])
 
 
@@ -176,7 +178,9 @@ def config_of(kind: str) -> dict[str, object]:
     if kind != "moe":
         text = {**TEXT, **DENSE, "rope_parameters": ROPE, "tie_word_embeddings": kind == "tied"}
         return {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", **text}
-    old_rope = {name: value for name, value in ROPE.items() if name not in ("rope_theta", "partial_rotary_factor")}
+    old_rope = {
+        name: value for name, value in ROPE.items() if name not in ("rope_theta", "partial_rotary_factor")
+    }
     text = {
         "model_type": "qwen3_5_moe_text",
         **TEXT,

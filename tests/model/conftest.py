@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from ninfer_jax.model import (
     PAGE_TOKENS,
     DecodeBatch,
@@ -57,7 +58,7 @@ class Server:
         )
 
     def prefill(self, tokens, start=0, *, pages=(0, 1, 2), read=None, write=0, **kwargs) -> np.ndarray:
-        """Returns f32[V] after one chunk; `read=None` starts from root at 0 and continues `write` otherwise."""
+        """Returns f32[V] after one chunk; `read=None` is root at 0 and `write` later."""
         if read is None:
             read = self.num_slots if start == 0 else write
         chunk = self.chunk(tokens, start, pages=pages, read=read, write=write, **kwargs)
@@ -79,14 +80,15 @@ class Server:
         return np.array(logits)
 
     def run(self, tokens, split, *, pages=(0, 1, 2), slot=0) -> np.ndarray:
-        """Returns f32[V] after `tokens`, as chunks of the sizes in `split` and single decode steps for the rest."""
+        """Returns f32[V] after `tokens`: chunks of the sizes in `split`, then single decode steps."""
         done, logits = 0, None
         for size in split:
             logits = self.prefill(tokens[done : done + size], done, pages=pages, write=slot)
             done += size
         for index in range(done, len(tokens)):
             read = self.num_slots if index == 0 else slot
-            logits = self.decode([tokens[index]], [index + 1], pages=[pages], read=[read], write=[slot])[0]
+            rows = self.decode([tokens[index]], [index + 1], pages=[pages], read=[read], write=[slot])
+            logits = rows[0]
         return logits
 
 

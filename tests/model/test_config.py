@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+
 from ninfer_jax.model import CheckpointError, Qwen35Config, load_config
 from ninfer_jax.model.layers import rotary_rows
 
@@ -72,7 +73,10 @@ def test_either_level_can_tie_the_head(where):
         ({"hidden_size": 0}, r"hidden_size is 0, expected a positive integer"),
         ({"hidden_size": "big"}, r"hidden_size is 'big', expected a positive integer"),
         ({"num_attention_heads": 6, "num_key_value_heads": 4}, r"num_attention_heads 6 is not a multiple"),
-        ({"linear_num_value_heads": 5}, r"linear_num_value_heads 5 is not a multiple of linear_num_key_heads"),
+        (
+            {"linear_num_value_heads": 5},
+            r"linear_num_value_heads 5 is not a multiple of linear_num_key_heads",
+        ),
         ({"layer_types": ["full_attention"]}, r"layer_types has 1 entries for num_hidden_layers 8"),
         ({"layer_types": ["mamba"] * 8}, r"unknown kinds \['mamba'\]"),
         ({"hidden_act": "gelu"}, r"hidden_act is 'gelu'"),

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from ninfer_jax.model.gated_delta import chunked_rule, inverse_unit_lower, l2_normalise, recurrent_rule
 
 HK, HV, DK, DV, T = 2, 6, 8, 5, 130
@@ -37,8 +38,8 @@ def inputs(seed, decay, *, same_keys=False):
     return q, k, v, beta, g, state
 
 
-# A decay of 10 per token sums to -640 in a chunk: any factorised exp(G_i) * exp(-G_j) overflows there. Equal keys with
-# beta 1 and no decay make the triangular system as ill-shaped as it can be.
+# A decay of 10 per token sums to -640 in a chunk: any factorised exp(G_i) * exp(-G_j) overflows there. Equal
+# keys with beta 1 and no decay make the triangular system as ill-shaped as it can be.
 @pytest.mark.parametrize(
     ("decay", "same_keys"), [(0.0, False), (0.05, False), (1.0, False), (10.0, False), (0.0, True)]
 )

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from ninfer_jax.model.moe import route, routed_experts
 
 H, F, E, K = 12, 6, 10, 3

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from ninfer_jax.model import load_model, logits_from_tail
 from ninfer_jax.model.transformer import sequence_hidden, sequence_logits
 
-# float32 against float32: the reference's own paths differ by up to 5e-5 (spec/qwen3_5_facts 10); tied logits are
-# several times as large, hence 5e-4 there.
+# float32 against float32: the reference's own paths differ by up to 5e-5 (spec/qwen3_5_facts 10); tied logits
+# are several times as large, hence 5e-4 there.
 LOGITS_ATOL = {"dense": 2e-4, "moe": 2e-4, "tied": 5e-4}
 HIDDEN_ATOL = 1e-4
 STATE_ATOL = 5e-5
