@@ -139,7 +139,8 @@ def class_masks(
         shape: padded (V, K, C).
         absent: the code whose rows stay empty.
     """
-    want_device, want_host = np.zeros(shape, bool), np.zeros(shape, bool)
+    # options last while filling: every entry writes one contiguous row
+    want_device, want_host = (np.zeros((shape[0], shape[2], shape[1]), bool) for _ in range(2))
     rows = np.flatnonzero((entries.victim >= 0) & (objects.class_of[entries.obj] >= 0))
     if len(rows):
         k = options.alive.shape[1]
@@ -155,10 +156,10 @@ def class_masks(
         device, host = objects.device[obj][:, None], objects.host[obj][:, None]
         demoted = act == ReplicaAction.DEMOTE
         leaves = demoted | ((act == ReplicaAction.DROP_DEVICE) & host)
-        want_device[who, :k, cls] = kept & device & ~leaves
-        want_host[who, :k, cls] = kept & ((host & ~((act == ReplicaAction.DROP_HOST) & device)) | demoted)
-        want_device[:, absent] = want_host[:, absent] = False
-    return _pack(want_device), _pack(want_host)
+        want_device[who, cls, :k] = kept & device & ~leaves
+        want_host[who, cls, :k] = kept & ((host & ~((act == ReplicaAction.DROP_HOST) & device)) | demoted)
+        want_device[..., absent] = want_host[..., absent] = False
+    return _pack(want_device.transpose(0, 2, 1)), _pack(want_host.transpose(0, 2, 1))
 
 
 def image_fates(options: OptionTable, who: np.ndarray, bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -169,4 +170,8 @@ def image_fates(options: OptionTable, who: np.ndarray, bits: np.ndarray) -> tupl
 
 def _pack(bits: np.ndarray) -> np.ndarray:
     """Returns uint32[..., C / 32], bit c of word c // 32 = bits[..., c]."""
-    return np.packbits(bits, axis=-1, bitorder="little").view("<u4").astype(np.uint32, copy=False)
+    return (
+        np.packbits(np.ascontiguousarray(bits), axis=-1, bitorder="little")
+        .view("<u4")
+        .astype(np.uint32, copy=False)
+    )

@@ -69,7 +69,7 @@ def class_fates(
         is copied), bool[...] (the source image is such a class and is forked).
     """
     other_device, other_host = class_wants(xp, tables, codes)
-    others = other_device | other_host
+    others = xp.logical_or(other_device, other_host)
     c = np.arange(tables.class_device.shape[0], dtype=np.int32)
     tail = tables.tail_class[candidate][..., None] == c
     image = tables.image_class[candidate][..., None] == c

@@ -2,7 +2,7 @@
 
 Owns: Assessment and the Protocols of the injected functions (design 3.4). The search imports this file and
 `target`, `plan`; it never imports state, tables or projection, and the physical half never imports the
-search. `problem_functions` in `problem.py` makes the physical ones from a `Problem`.
+search. `functions.physical_functions` makes the physical ones from a `Problem`.
 
 Letters: B targets, V victims, R axes, J items (StateImage, page of each pool), Q checkpoints of the problem.
 """

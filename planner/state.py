@@ -21,12 +21,11 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 from ninfer_jax.planner.capacity import DEVICE_PAGES, DEVICE_STATE, HOST_KV, HOST_STATE, PhysicalCapacity
-from ninfer_jax.planner.extents import HostArena, free_granules, make_arena
+from ninfer_jax.planner.extents import HostArena, make_arena
 from ninfer_jax.planner.ids import (
     NO_EXTENT,
     NO_IMAGE,
     NO_OWNER,
-    NO_POOL,
     NO_SLOT,
     CheckpointKind,
     CheckpointRef,
@@ -335,13 +334,3 @@ def eligible(state: PhysicalState) -> np.ndarray:
     active = state.owner_kind == OwnerKind.ACTIVE
     protected = (state.edges & active[:, None]).any(0)
     return inactive & ~protected & (state.owner_pins == 0)
-
-
-def free_host_granules(state: PhysicalState) -> int:
-    """Returns the free granules of the arena, contiguous or not."""
-    return free_granules(state.arena)
-
-
-def is_free_run(state: PhysicalState, run: int) -> bool:
-    """Returns whether a run row holds nothing."""
-    return int(state.run_pool[run]) == NO_POOL
