@@ -212,3 +212,15 @@ def test_a_folder_that_is_not_there():
         OptionError, match=r"model: got '/nowhere', expected a Hugging Face directory, or 'demo'"
     ):
         Engine.from_pretrained("/nowhere")
+
+
+@pytest.mark.slow
+def test_the_embedded_model_chats_streams_and_takes_many_conversations():
+    with Engine.from_pretrained("demo", max_context=512, prefill_chunk=128, max_concurrency=2) as engine:
+        hello = [{"role": "user", "content": "Hello! How are you today?"}]
+        answer = engine.chat(hello, sampling=greedy(12), session="ana")
+        assert answer.text and answer.usage.prompt_tokens > 10
+        events = list(engine.stream(hello, sampling=greedy(12)))
+        assert events[-1].result.text == answer.text
+        many = engine.generate([hello] * 25, greedy(4))
+        assert {result.token_ids for result in many} == {answer.token_ids[:4]}
