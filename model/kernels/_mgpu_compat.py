@@ -57,8 +57,9 @@ def kernel(body: Any, *, interpret: Any, **kwargs: Any) -> Any:
 
 def interpret_params(**kwargs: Any) -> Any:
     """Returns the parameters that run a kernel in the GPU interpreter (private until 0.11)."""
-    if hasattr(plgpu, "InterpretGPUParams"):
-        return plgpu.InterpretGPUParams(**kwargs)
+    public = getattr(plgpu, "InterpretGPUParams", None)
+    if public is not None:
+        return public(**kwargs)
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
     return InterpretGPUParams(**kwargs)
@@ -116,7 +117,7 @@ class Tile:
             plgpu.wgmma(acc, left, _transposed(right))
             return acc[...]
 
-        return pl.run_scoped(multiply, plgpu.ACC((WGMMA_ROWS, columns), jnp.float32))
+        return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((WGMMA_ROWS, columns), jnp.float32))
 
     def add_product(self, acc: jax.Array, left: jax.Array, right: Any) -> jax.Array:
         """Returns acc + left @ right, left [64, N] in registers and right [N, D] in shared memory.
@@ -131,7 +132,8 @@ class Tile:
         def multiply(acc_ref: Any) -> None:
             plgpu.wgmma(acc_ref, left, right)
 
-        return pl.run_state(multiply)(plgpu.ACC.init(acc))
+        start: Any = plgpu.WGMMAAccumulatorRef.init(acc)
+        return pl.run_state(multiply)(start)
 
     def _read_done(self) -> None:
         """Orders the reads above before later copies into the same buffers.
