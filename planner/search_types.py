@@ -9,7 +9,6 @@ Letters: B targets, V victims, R axes, J items (StateImage, page of each pool), 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -117,8 +116,16 @@ class Successors(Protocol):
 class Value(Protocol):
     """Prices targets: J in integer nanoseconds, saturated (O-9, O-13). Never called to decide feasibility."""
 
-    def __call__(self, targets: TargetBatch, assessment: Assessment, /) -> Sequence[int]:
-        """Returns one J per target."""
+    def __call__(self, targets: TargetBatch, assessment: Assessment, /) -> np.ndarray:
+        """Returns int64[B], one J per target, those that do not fit included (they guide the search)."""
+        ...
+
+
+class TieBreak(Protocol):
+    """Orders targets of equal J (O-12); the targets' own codes come after it."""
+
+    def __call__(self, targets: TargetBatch, assessment: Assessment, /) -> np.ndarray:
+        """Returns int64[B, T], compared left to right, the smaller row wins."""
         ...
 
 
