@@ -87,7 +87,7 @@ def test_prefill_in_the_middle_of_a_page(interpret, make_paged, make_queries, ca
 @pytest.mark.parametrize("group", range(1, 9))
 def test_decode_of_every_group(group, head_dim, interpret, make_paged, make_queries, capfd):
     check_decode(
-        [0, 1, 63, 64, 65, 300], kv_heads=2, group=group, head_dim=head_dim, splits=3,
+        [0, 1, 63, 64, 65, 300], kv_heads=1, group=group, head_dim=head_dim, splits=2,
         interpret=interpret, make_paged=make_paged, make_queries=make_queries,
     )  # fmt: skip
     assert_no_races(capfd)
