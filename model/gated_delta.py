@@ -271,7 +271,9 @@ class GatedDeltaNet(nnx.Module):
         history = jnp.concatenate([conv.T, p.mixed], axis=0)  # [K-1+T, M]
         taps = self.conv[...].astype(jnp.float32)
         wide = history.astype(jnp.float32)
-        convolved = sum(wide[j : j + tokens] * taps[j] for j in range(width))
+        convolved = jnp.zeros((tokens, self.config.conv_channels), jnp.float32)
+        for j in range(width):
+            convolved = convolved + wide[j : j + tokens] * taps[j]
         q, k, v = self.heads(jax.nn.silu(convolved.astype(x.dtype)))
         valid = (jnp.arange(tokens) < num_tokens)[:, None]
         beta, g = jnp.where(valid, p.beta, 0.0), jnp.where(valid, p.g, 0.0)

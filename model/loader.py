@@ -198,7 +198,7 @@ class LoadedModel:
     config: Qwen35Config
     graphdef: nnx.GraphDef
     leaves: tuple[jax.Array, ...]
-    treedef: jax.tree_util.PyTreeDef
+    treedef: jax.tree_util.PyTreeDef  # pyright: ignore[reportInvalidTypeForm]
     dtype: jnp.dtype
     skipped_tensors: tuple[str, ...]  # known parts that a text model does not use: vision, draft head
     extra_tensors: tuple[str, ...]  # names that mean nothing to this package
@@ -232,7 +232,10 @@ class LoadedModel:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _full_logits(
-    graphdef: nnx.GraphDef, treedef: jax.tree_util.PyTreeDef, leaves: tuple[jax.Array, ...], tokens: jax.Array
+    graphdef: nnx.GraphDef,
+    treedef: jax.tree_util.PyTreeDef,  # pyright: ignore[reportInvalidTypeForm]
+    leaves: tuple[jax.Array, ...],
+    tokens: jax.Array,
 ) -> jax.Array:
     return full_logits(nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves)), tokens)
 

@@ -20,6 +20,8 @@ STATE_ATOL = 5e-5
 # Our own paths against each other: the same arithmetic in another order.
 SELF_ATOL = 1e-4
 KINDS = ("dense", "moe", "tied")
+# Tying changes only the head, which the logits test covers; every further program costs seconds to compile.
+UNTIED = ("dense", "moe")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,7 @@ def test_logits_equal_transformers(kind, small_model, arrays):
     assert np.abs(got - expected["logits"]).mean() < 2e-5
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", UNTIED)
 def test_every_layer_equals_transformers(kind, small_model, arrays):
     model, expected = small_model(kind), arrays[kind]
 
@@ -49,7 +51,7 @@ def test_every_layer_equals_transformers(kind, small_model, arrays):
     np.testing.assert_allclose(got, expected["hidden"], rtol=0, atol=HIDDEN_ATOL)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", UNTIED)
 def test_states_and_greedy_continuation_equal_transformers(kind, small_model, make_server, arrays):
     expected = arrays[kind]
     server = make_server(small_model(kind))
@@ -68,11 +70,11 @@ def test_states_and_greedy_continuation_equal_transformers(kind, small_model, ma
     assert tokens == expected["greedy"].tolist()
 
 
-@pytest.mark.parametrize("dtype_kind", KINDS)
-def test_bfloat16_agrees_by_mean_error_and_top_choice(dtype_kind, reference_dir, arrays):
+@pytest.mark.parametrize("kind", UNTIED)
+def test_bfloat16_agrees_by_mean_error_and_top_choice(kind, reference_dir, arrays):
     """bfloat16 moves single logits by whole steps, so the maximum says nothing (spec/qwen3_5_facts 10)."""
-    expected = arrays[dtype_kind]["logits"]
-    got = load_model(reference_dir / dtype_kind, dtype="bfloat16").logits(arrays[dtype_kind]["input_ids"])
+    expected = arrays[kind]["logits"]
+    got = load_model(reference_dir / kind, dtype="bfloat16").logits(arrays[kind]["input_ids"])
     assert np.abs(got - expected).mean() < 0.03 * expected.std()
     assert (got.argmax(-1) == expected.argmax(-1)).mean() >= 0.9
 
@@ -83,7 +85,7 @@ TOKENS = np.random.default_rng(7).integers(0, 96, 130)
 @pytest.mark.parametrize("length", [1, 3, 63, 64, 65, 130])
 def test_any_split_between_prefill_and_decode_gives_the_same_logits_and_state(length, dense_server):
     tokens = TOKENS[:length]
-    expected = dense_server.model.logits(tokens)[-1]
+    expected = dense_server.model.logits(TOKENS)[length - 1]
     whole = [min(length, 128), *([length - 128] if length > 128 else [])]
     dense_server.run(tokens, whole, slot=0)
     for split in ([], [length // 2], [1], [max(1, length - 2), 1], [3, 61, 1], [64]):
@@ -161,7 +163,8 @@ def test_training_path_equals_serving_path_and_has_gradients(small_model):
 
     (_, logits), gradients = loss_and_grad(model.leaves)
     for row in range(2):
-        np.testing.assert_allclose(logits[row], model.logits(tokens[row]), rtol=0, atol=SELF_ATOL)
+        served = model.logits(np.pad(tokens[row], (0, 37)))[:33]  # padded to a length that is compiled anyway
+        np.testing.assert_allclose(logits[row], served, rtol=0, atol=SELF_ATOL)
     for gradient in gradients:
         assert np.isfinite(gradient).all()
         assert np.abs(gradient).max() > 0
