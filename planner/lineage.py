@@ -19,4 +19,6 @@ def surviving_checkpoints(state: PhysicalState, source: int) -> np.ndarray:
     """
     rows = checkpoints_of(state, OwnerId(int(state.checkpoint_owner[source])))
     below = state.checkpoint_frontier[rows] <= state.checkpoint_frontier[source]
+    # the sequence writes from the typed base on: what a pool holds above it cannot be kept either
+    below &= (state.checkpoint_kv_tokens[rows] <= state.checkpoint_kv_tokens[source]).all(1)
     return below & (state.checkpoint_kind[rows] != CheckpointKind.SESSION_ENDPOINT)

@@ -189,6 +189,7 @@ def naive_assess(problem, candidate_idx, codes):
                 c
                 for c in rows
                 if st.checkpoint_frontier[c] <= st.checkpoint_frontier[src]
+                and all(st.checkpoint_kv_tokens[c] <= st.checkpoint_kv_tokens[src])
                 and st.checkpoint_kind[c] != CheckpointKind.SESSION_ENDPOINT
             ]
             d, h = w.current({("image", int(st.checkpoint_image[c])) for c in stay})
@@ -291,7 +292,9 @@ def naive_outcomes(problem, candidate_idx, codes, final_device):
             alive = bool(mask >> rows.index(c) & 1)
         elif candidate.checkpoint is not None and o == st.checkpoint_owner[candidate.checkpoint]:
             if candidate.disposition == Disposition.CONSUME:
-                below = st.checkpoint_frontier[c] <= st.checkpoint_frontier[candidate.checkpoint]
+                src = candidate.checkpoint
+                below = st.checkpoint_frontier[c] <= st.checkpoint_frontier[src]
+                below &= all(st.checkpoint_kv_tokens[c] <= st.checkpoint_kv_tokens[src])
                 alive = bool(below) and st.checkpoint_kind[c] != CheckpointKind.SESSION_ENDPOINT
         missing = [k for k in w.required(o, [c]) if k not in final_device]
         pages = [sum(k[0] == n for k in missing) for n in range(w.pools)]
