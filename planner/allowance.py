@@ -1,4 +1,4 @@
-"""How long one search may think: the first window, its extensions, and the reasons to stop (G-10, G-11, G-13).
+"""How long one search may think: the first window, its extensions, the reasons to stop (G-10, G-11, G-13).
 
 Owns: the rule as pure functions over numbers. Reads no clock: elapsed time and forecasts are arguments. What
 it grants affects the quality of a plan only; correctness incumbents are outside of it.
@@ -98,9 +98,9 @@ def allow(
     rest = allowance.limit_ns - used_ns
     if forecast.next_ns > rest:
         return StopReason.TIME_BUDGET
-    if not forecast.is_complete and not allowance.discovery_used:
-        granted = min(used_ns + max(DISCOVERY_NS, forecast.next_ns), allowance.limit_ns)
-        return replace(allowance, granted_ns=max(granted, allowance.granted_ns), discovery_used=True)
+    if not forecast.is_complete and not allowance.discovery_used and forecast.next_ns <= DISCOVERY_NS:
+        granted = min(used_ns + DISCOVERY_NS, allowance.limit_ns)
+        return replace(allowance, granted_ns=granted, discovery_used=True)
     gain = 0 if forecast.gain_ns >= SATURATED else max(forecast.gain_ns, 0)
     pays = forecast.is_complete and forecast.completion_ns <= min(gain // SHARE // allowance.affected, rest)
     longer = min(2 * allowance.granted_ns, allowance.limit_ns)
