@@ -166,7 +166,9 @@ def write_checkpoint(
         )
         for name, value in tensors.items()
     }
-    save_file(stored, str(directory / "model.safetensors"), metadata={"format": "pt"})
+    weights = directory / "model.safetensors"
+    save_file(stored, str(weights), metadata={"format": "pt"})
+    weights.chmod(0o644)  # it is written as a private temporary file
     generation = generation_config(turn_end_id, end_of_text_id)
     for name, content in (("config.json", config), ("generation_config.json", generation)):
         (directory / name).write_text(json.dumps(content, indent=2) + "\n")

@@ -45,8 +45,8 @@ HELD_OUT_SEED = 7
 class RunSize:
     """What decides how long a run takes."""
 
-    num_steps: int = 900
-    decay_steps: int = 250
+    num_steps: int = 430
+    decay_steps: int = 180
     rows: int = 4
     row_tokens: int = 512
     checkpoint_steps: int = 25
