@@ -195,7 +195,9 @@ def check_host_tier(is_small: bool) -> dict[str, Any]:
         if not bool((back == staged).all()):
             raise AssertionError(f"{count} pages came back changed")
         target = tuple(jnp.copy(k) for k in ks), tuple(jnp.copy(v) for v in vs)
-        target = jax.block_until_ready(unpack(*target, back, ids))
+        # Twice: results are committed to the device, and the first call with those compiles anew.
+        for _ in range(2):
+            target = jax.block_until_ready(unpack(*target, back, ids))
         started = time.perf_counter()
         jax.block_until_ready(unpack(*target, back, ids))
         unpack_seconds = time.perf_counter() - started
