@@ -75,8 +75,10 @@ def test_bfloat16_agrees_by_mean_error_and_top_choice(kind, reference_dir, array
     """bfloat16 moves single logits by whole steps, so the maximum says nothing (spec/qwen3_5_facts 10)."""
     expected = arrays[kind]["logits"]
     got = load_model(reference_dir / kind, dtype="bfloat16").logits(arrays[kind]["input_ids"])
-    assert np.abs(got - expected).mean() < 0.03 * expected.std()
-    assert (got.argmax(-1) == expected.argmax(-1)).mean() >= 0.9
+    # transformers itself reaches 1.5 % dense and 4 % MoE, where one flipped expert moves a whole token.
+    share, top = {"dense": (0.03, 0.9), "moe": (0.06, 0.85)}[kind]
+    assert np.abs(got - expected).mean() < share * expected.std()
+    assert (got.argmax(-1) == expected.argmax(-1)).mean() >= top
 
 
 TOKENS = np.random.default_rng(7).integers(0, 96, 130)
