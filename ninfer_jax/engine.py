@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, overload
 
 from ninfer_jax.errors import EngineClosedError, OptionError, RequestError, RequestErrorKind
 from ninfer_jax.frontend.frontend import Frontend
@@ -182,6 +182,27 @@ class Engine:
         """
         return _events_of(self.submit(prompt, sampling=sampling, **arguments))
 
+    # A string is a sequence of strings too; the first overload that fits decides, as it does at run time.
+    @overload
+    def generate(  # pyright: ignore[reportOverlappingOverload]
+        self,
+        prompts: Prompt,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        show_progress: bool | None = None,
+        **hints: Unpack[HintArguments],
+    ) -> GenerationResult: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        show_progress: bool | None = None,
+        **hints: Unpack[HintArguments],
+    ) -> list[GenerationResult]: ...
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -189,7 +210,7 @@ class Engine:
         *,
         show_progress: bool | None = None,
         **hints: Unpack[HintArguments],
-    ) -> Any:
+    ) -> GenerationResult | list[GenerationResult]:
         """Returns one result for one prompt, a list in the order of the prompts for several.
 
         Any number of prompts is taken: they are fed to the queue as places come free.
@@ -201,13 +222,12 @@ class Engine:
             hints: as for ``submit``.
         Raises:
             PromptError, OptionError, RequestError: of the first prompt that is refused or fails; the others
-            are
-                cancelled.
+                are cancelled. OVERLOADED too, where without a worker thread unread answers hold every place.
             EngineClosedError: if the engine is closed or has failed.
         """
         items, is_single = one_or_many(prompts)
         params = _one_for_each(sampling, len(items))
-        results: list[GenerationResult | None] = [None] * len(items)
+        results: dict[int, GenerationResult] = {}
         ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         handles: dict[int, RequestHandle] = {}
         try:
@@ -224,6 +244,8 @@ class Engine:
                     while (slot := self._take_slot()) is None:
                         if handles:
                             collect()
+                        elif self._thread is None:
+                            raise self._overloaded()  # this thread holds every place, so none comes back
                         else:
                             self._gate.wait_for_room(1.0)  # others hold every place
                     handles[index] = self._submit(
@@ -241,7 +263,7 @@ class Engine:
         finally:
             for handle in handles.values():
                 handle.close()
-        return results[0] if is_single else results
+        return results[0] if is_single else [results[index] for index in range(len(items))]
 
     # -- looking ---------------------------------------------------------------------------------------------
 
@@ -303,12 +325,15 @@ class Engine:
     def _require_slot(self) -> OutstandingSlot:
         slot = self._take_slot()
         if slot is None:
-            raise RequestError(
-                RequestErrorKind.OVERLOADED,
-                f"{self._gate.held} requests are unfinished or unread, the limit is {self._gate.limit} "
-                "(max_concurrency + max_pending_requests); read or drop answers, or try again later",
-            )
+            raise self._overloaded()
         return slot
+
+    def _overloaded(self) -> RequestError:
+        return RequestError(
+            RequestErrorKind.OVERLOADED,
+            f"{self._gate.held} requests are unfinished or unread, the limit is {self._gate.limit} "
+            "(max_concurrency + max_pending_requests); read or drop answers, or try again later",
+        )
 
     def _submit(
         self,

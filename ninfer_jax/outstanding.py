@@ -7,14 +7,13 @@ consumer has let go, once, in either order (Q-6): an unread answer is memory too
 from __future__ import annotations
 
 import threading
-import time
 
 
 class OutstandingGate:
     """Counts held slots against a fixed limit; the only holder of the count.
 
-    Nothing here may run inside a garbage collector's callback: the lock is not re-entrant. Abandoned handles
-    therefore go through the worker's inbox.
+    Nothing here may run inside a garbage collector's callback, which could interrupt a change half done:
+    abandoned handles go through the worker's inbox instead.
     """
 
     def __init__(self, limit: int) -> None:
@@ -40,16 +39,11 @@ class OutstandingGate:
             self._held += 1
         return OutstandingSlot(self)
 
-    def wait_for_room(self, timeout_s: float) -> bool:
-        """Waits until a slot may be free; False when the time passed first."""
-        deadline = time.monotonic() + timeout_s
+    def wait_for_room(self, timeout_s: float) -> None:
+        """Waits for a free slot, for ``wake``, or until the time has passed; the caller looks again."""
         with self._changed:
-            while self._held >= self._limit:
-                remaining_s = deadline - time.monotonic()
-                if remaining_s <= 0:
-                    return False
-                self._changed.wait(remaining_s)
-        return True
+            if self._held >= self._limit:
+                self._changed.wait(timeout_s)
 
     def wake(self) -> None:
         """Wakes everyone who waits for room, so that they notice that the engine closed."""

@@ -380,6 +380,16 @@ def test_generate_lets_go_of_everything_when_one_prompt_is_refused(kit):
     kit.assert_quiet(engine)
 
 
+def test_generate_never_waits_for_places_that_its_own_thread_holds(kit):
+    engine = kit.engine(max_concurrency=1, max_pending_requests=1)
+    unread = [engine.submit([1], sampling=params(1)) for _ in range(2)]
+    with pytest.raises(RequestError, match="2 requests are unfinished or unread"):
+        engine.generate([2], params(1))
+    for handle in unread:
+        handle.close()
+    assert engine.generate([2], params(1)).finish_reason == "length"
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [

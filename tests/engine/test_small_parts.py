@@ -124,6 +124,17 @@ def test_a_place_is_released_exactly_once(order):
     assert gate.held == 0
 
 
+def test_waking_ends_a_wait_although_nothing_came_free():
+    # a waiter must notice that the engine closed
+    gate = OutstandingGate(1)
+    gate.try_acquire()
+    waiter = threading.Thread(target=gate.wait_for_room, args=(60,))
+    waiter.start()
+    while waiter.is_alive():  # it may not have begun to wait at the first call
+        gate.wake()
+        waiter.join(0.01)
+
+
 def test_places_under_contention_add_up():
     gate = OutstandingGate(3)
     peak = []
