@@ -1,9 +1,8 @@
 """The one worker: drives requests from the queue to their end, one stable boundary after another.
 
 The only code that changes requests, scheduler and program (Q-2); other threads send messages. Owns the order
-of a commit (Q-5), the effect of cancellation and deadlines (Q-6) and recovery from faults (Q-7). Owns
-neither thread nor
-clock: ``step`` is driven from outside, and time is an argument.
+of a commit (Q-5), the effect of cancellation and deadlines (Q-6) and recovery from faults (Q-7). Owns neither
+thread nor clock: ``step`` is driven from outside, and the time is asked of a function it was given.
 """
 
 from __future__ import annotations
@@ -20,14 +19,7 @@ from ninfer_jax.inbox import Abandon, Ask, Cancel, Close, Inbox, Message, Submit
 from ninfer_jax.job import Job
 from ninfer_jax.request import AdmissionStatus, RequestId, RequestState, SequenceHandle
 from ninfer_jax.results import FinishReason, GenerationStart, TextDelta, TokenLogprobs
-from ninfer_jax.scheduler import (
-    AdmissionVerdict,
-    Admit,
-    Decode,
-    Prefill,
-    Scheduler,
-    judge,
-)
+from ninfer_jax.scheduler import AdmissionVerdict, Admit, Decode, Prefill, Scheduler, judge
 
 if TYPE_CHECKING:
     from ninfer_jax.frontend.output import Preview
@@ -172,10 +164,8 @@ class Worker:
         except Exception as fault:
             self._recover(fault)
             return True
-        except (
-            BaseException
-        ) as interruption:  # Ctrl-C in the thread that drives: clean up, then let it through
-            self._recover(interruption)
+        except BaseException as interruption:
+            self._recover(interruption)  # Ctrl-C in the thread that drives: clean up, then let it through
             raise
 
     def _sleep(self) -> None:
@@ -423,11 +413,15 @@ class Worker:
 
     def _touched_jobs(self) -> list[Job]:
         """Every request that has left the queue or was being admitted; the rest of the queue is untouched."""
-        return [
-            job for job in self._jobs.values() if job.state is not RequestState.WAITING or job is self._trying
-        ]
+        untouched = set(self._scheduler.waiting)
+        return [job for job in self._jobs.values() if job.request_id not in untouched or job is self._trying]
 
     def _fail_touched(self, job: Job, fault: BaseException) -> None:
+        self._forget(job)
+        self._fail(job, RequestErrorKind.FAULT, f"an internal fault ended it: {fault!r}")
+
+    def _forget(self, job: Job) -> None:
+        """Takes a request out of queue and lanes without a word to the program, whose contents go too."""
         if job.request_id in self._scheduler.active:
             self._scheduler.leave(job.request_id)
         elif job.request_id in self._scheduler.waiting:
@@ -435,7 +429,6 @@ class Worker:
         self._trying = None
         self._running_deadlines.pop(job.request_id, None)
         job.sequence = None
-        self._fail(job, RequestErrorKind.FAULT, f"an internal fault ended it: {fault!r}")
 
     def _latch(self, failure: BaseException) -> None:
         """Ends every request and refuses all later ones; only ``Close`` is left."""
@@ -443,12 +436,13 @@ class Worker:
         for job in self._touched_jobs():
             self._fail_touched(job, failure)
         for job in list(self._jobs.values()):
-            self._scheduler.drop_waiting(job.request_id)
+            self._forget(job)
             self._fail(job, RequestErrorKind.UNAVAILABLE, "the engine failed before it was admitted")
 
     def _close(self) -> None:
         """Ends every request, then frees the device."""
         for job in list(self._jobs.values()):
+            self._forget(job)
             self._fail(job, RequestErrorKind.UNAVAILABLE, "the engine was closed")
         self._closed = True
         self._program.close()

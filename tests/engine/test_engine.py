@@ -442,7 +442,9 @@ def test_close_ends_everything_once(kit):
     engine.close()
     with pytest.raises(EngineClosedError, match="closed"):
         engine.submit(PROMPT)
-    assert engine.stats()["occupancy"] == {}
+    stats = engine.stats()
+    assert (stats["waiting"], stats["active"], stats["outstanding"]) == (0, 0, 0)
+    assert stats["occupancy"] == {}
     assert engine._parts.program._executor.closed
 
 
