@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack, overload
 
-from ninfer_jax.errors import EngineClosedError, OptionError, RequestError, RequestErrorKind
+from ninfer_jax.errors import EngineClosedError, OptionError, PromptError, RequestError, RequestErrorKind
 from ninfer_jax.frontend.frontend import Frontend
 from ninfer_jax.handle import RequestHandle, Response
 from ninfer_jax.inbox import Ask, Close, Inbox, Submit
@@ -160,7 +160,7 @@ class Engine:
                 ``RequestHandle.result``.
         """
         if not is_messages(messages):
-            raise OptionError(f"chat: got {type(messages).__name__}, expected messages with role and content")
+            raise PromptError(f"chat: got {type(messages).__name__}, expected messages with role and content")
         how = PromptOptions(tools, enable_thinking, template_kwargs)
         handle = self._submit(
             self._require_slot(),

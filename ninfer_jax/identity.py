@@ -91,10 +91,8 @@ class PreparedPrompt:
 
     identity: PromptIdentity
     boundaries: tuple[Boundary, ...]  # ascending by frontier
-    generation_opener_frontier: (
-        int | None
-    )  # tokens before the words that make the model answer (ResponseReplay)
-    starts_in_reasoning: bool  # the prompt ends inside an open thinking block
+    generation_opener_frontier: int | None  # before the words that make the model answer (ResponseReplay)
+    starts_in_reasoning: bool = False  # the template ended the prompt inside an open thinking block
     from_messages: bool = False  # rendered by the chat template, so the answer has channels
     prompt_end_anchor: int | None = None  # N-7: raw prompts may offer an anchor one token before their end
     text: str | None = None  # the rendered text, to explain; not part of the identity

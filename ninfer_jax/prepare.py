@@ -117,11 +117,13 @@ def prepare_prompt(frontend: Frontend, prompt: Prompt, how: PromptOptions) -> Pr
     """Returns the identity and boundaries of one prompt of any kind.
 
     Raises:
-        PromptError: if it is of no known kind, or an option belongs to another kind.
+        PromptError: if it is of no known kind, or cannot be represented.
+        OptionError: if an option belongs to another kind.
     """
+    if how.anchor_prompt_end and not is_token_ids(prompt):
+        kind = "messages" if is_messages(prompt) else f"a prompt of {type(prompt).__name__}"
+        raise OptionError(f"anchor_prompt_end belongs to prompts of token ids, got {kind}")
     if is_messages(prompt):
-        if how.anchor_prompt_end:
-            raise PromptError("anchor_prompt_end belongs to prompts of token ids, got messages")
         return frontend.prepare_messages(
             cast(Messages, prompt),
             tools=how.tools,
@@ -132,8 +134,6 @@ def prepare_prompt(frontend: Frontend, prompt: Prompt, how: PromptOptions) -> Pr
         if getattr(how, name) is not None:
             raise OptionError(f"{name} belongs to messages, got a prompt of {type(prompt).__name__}")
     if isinstance(prompt, str):
-        if how.anchor_prompt_end:
-            raise PromptError("anchor_prompt_end belongs to prompts of token ids, got text")
         return frontend.prepare_text(prompt)
     if is_token_ids(prompt):
         return frontend.prepare_tokens(cast("Sequence[int]", prompt), anchor_prompt_end=how.anchor_prompt_end)

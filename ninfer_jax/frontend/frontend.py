@@ -145,9 +145,7 @@ class Frontend:
         Raises:
             PromptError: if there is no id, or one is outside the embedding.
         """
-        return prepare_raw_tokens(
-            ids, tokenizer=self.tokenizer, vocab_size=self.vocab_size, anchor_prompt_end=anchor_prompt_end
-        )
+        return prepare_raw_tokens(ids, vocab_size=self.vocab_size, anchor_prompt_end=anchor_prompt_end)
 
     def open_output(
         self,
@@ -160,14 +158,13 @@ class Frontend:
         min_tokens: int = 0,
         include_stop: bool = False,
         skip_special_tokens: bool = True,
-        split_reasoning: bool | None = None,
     ) -> OutputSession:
         """Returns the empty answer to a prompt.
 
+        Thinking goes to its own channel in conversations only: a raw prompt asks for raw text.
+
         Args:
             prepared: the prompt it answers.
-            split_reasoning: whether thinking goes to its own channel; None means for conversations only,
-                because a raw prompt asks for raw text.
             max_tokens, stop, stop_token_ids, ignore_eos, min_tokens, include_stop, skip_special_tokens: as in
                 `make_output_rules`.
         Raises:
@@ -183,7 +180,7 @@ class Frontend:
             max_tokens=max_tokens,
             include_stop=include_stop,
             skip_special_tokens=skip_special_tokens,
-            splits_channels=prepared.from_messages if split_reasoning is None else split_reasoning,
+            splits_channels=prepared.from_messages,
         )
         return open_output_session(rules, starts_in_reasoning=prepared.starts_in_reasoning)
 

@@ -89,17 +89,12 @@ def prepare_raw_text(text: str, *, tokenizer: TextTokenizer, vocab_size: int) ->
         identity=make_identity(tokens),
         boundaries=(),
         generation_opener_frontier=None,
-        starts_in_reasoning=_ends_in_reasoning(tokens, tokenizer),
         text=text,
     )
 
 
 def prepare_raw_tokens(
-    tokens: Sequence[int] | np.ndarray,
-    *,
-    tokenizer: TextTokenizer | None,
-    vocab_size: int,
-    anchor_prompt_end: bool,
+    tokens: Sequence[int] | np.ndarray, *, vocab_size: int, anchor_prompt_end: bool
 ) -> PreparedPrompt:
     """Returns the prompt of token ids, which has no message structure (N-7).
 
@@ -115,7 +110,6 @@ def prepare_raw_tokens(
         identity=make_identity(ids),
         boundaries=(),
         generation_opener_frontier=anchor,
-        starts_in_reasoning=tokenizer is not None and _ends_in_reasoning(ids, tokenizer),
         prompt_end_anchor=anchor,
     )
 
@@ -145,14 +139,3 @@ def _known_roles(messages: Sequence[Message], template: ChatTemplate) -> Sequenc
     if template.mentions_developer:
         return messages
     return [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
-
-
-def _ends_in_reasoning(tokens: np.ndarray, tokenizer: TextTokenizer) -> bool:
-    """Whether a thinking block is open at the end; any turn border after it closes it."""
-    opening = tokenizer.token_id(THINK_OPEN_TEXT)
-    if opening is None:
-        return False
-    closing = {tokenizer.token_id(THINK_CLOSE_TEXT), tokenizer.token_id("<|im_end|>")}
-    opened = np.flatnonzero(tokens == opening)
-    closed = np.flatnonzero(np.isin(tokens, [token for token in closing if token is not None]))
-    return bool(opened.size) and bool(not closed.size or opened[-1] > closed[-1])

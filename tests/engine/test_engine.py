@@ -400,6 +400,11 @@ def test_generate_never_waits_for_places_that_its_own_thread_holds(kit):
         (lambda e: e.submit("text"), PromptError, r"no tokenizer"),
         (lambda e: e.submit([{"role": "user", "content": "hi"}]), PromptError, r"no tokenizer"),
         (lambda e: e.submit([1], tools=[]), OptionError, r"tools belongs to messages"),
+        (
+            lambda e: e.submit("a", anchor_prompt_end=True),
+            OptionError,
+            r"anchor_prompt_end belongs to prompts of token ids, got a prompt of str",
+        ),
         (lambda e: e.submit([1], sampling={"max_tokens": 3}), OptionError, r"sampling: got dict"),
         (lambda e: e.submit([1], sampling=SamplingParams(top_p=2)), OptionError, r"top_p: got 2"),
         (lambda e: e.submit([1], sampling=SamplingParams(logit_bias={70: 1.0})), OptionError, r"logit_bias"),
@@ -417,7 +422,7 @@ def test_generate_never_waits_for_places_that_its_own_thread_holds(kit):
             OptionError,
             r"unknown argument colour; .* session",
         ),
-        (lambda e: e.chat("hello"), OptionError, r"chat: got str"),
+        (lambda e: e.chat("hello"), PromptError, r"chat: got str"),
         (lambda e: e.generate(5), PromptError, r"prompts: got int"),
     ],
 )
