@@ -46,14 +46,10 @@ def class_wants(xp: ModuleType, tables: Tables, codes: Array) -> tuple[Array, Ar
     Args:
         codes: int32[..., V].
     """
-    victims = np.arange(tables.device_mask.shape[0])
-    device_words = _or_reduce(xp, tables.device_mask[victims, codes])
-    host_words = _or_reduce(xp, tables.host_mask[victims, codes])
-    c = np.arange(tables.class_device.shape[0])
-    word, bit = c // 32, (c % 32).astype(np.uint32)
-    device = ((device_words[..., word] >> bit) & np.uint32(1)) != 0
-    host = ((host_words[..., word] >> bit) & np.uint32(1)) != 0
-    return device | tables.fixed_device, host | tables.fixed_host
+    c = tables.class_device.shape[0]
+    words = _or_rows(xp, xp.concatenate([tables.device_mask, tables.host_mask], -1), codes)
+    bits = _unpack_bits(xp, words)
+    return bits[..., :c] | tables.fixed_device, bits[..., c:] | tables.fixed_host
 
 
 def class_fates(
@@ -69,17 +65,17 @@ def class_fates(
         is copied), bool[...] (the source image is such a class and is forked).
     """
     other_device, other_host = class_wants(xp, tables, codes)
-    others = xp.logical_or(other_device, other_host)
+    others = other_device | other_host
     c = np.arange(tables.class_device.shape[0], dtype=np.int32)
-    tail = tables.tail_class[candidate][..., None] == c
-    image = tables.image_class[candidate][..., None] == c
-    copied = (tail & others[..., None, :]).any(-1)
-    forked = (image & others).any(-1)
-    need = tables.need_class[candidate] | ((tail.any(-2) | image) & ~others)
+    tail, image = tables.tail_class[candidate], tables.image_class[candidate][..., None]
+    at = xp.concatenate([tail, image], -1)
+    kept = xp.take_along_axis(others, xp.maximum(at, 0), -1) & (at >= 0)
+    taken = (tables.tail_class[..., None] == c).any(-2) | (tables.image_class[..., None] == c)  # bool[D, C]
+    need = tables.need_class[candidate] | (taken[candidate] & ~others)
     on_device = other_device | tables.hold_device[candidate] | need
     # nobody gains a second replica: a Host copy is made only when the Device replica goes
     on_host = (other_host | tables.hold_host[candidate]) & (tables.class_host | ~on_device)
-    return on_device, on_host, need, copied, forked
+    return on_device, on_host, need, kept[..., :-1], kept[..., -1]
 
 
 def project(xp: ModuleType, tables: Tables, candidate: Array, codes: Array) -> Array:
@@ -90,8 +86,7 @@ def project(xp: ModuleType, tables: Tables, candidate: Array, codes: Array) -> A
         codes: int32[..., V], padded with KEEP.
     """
     items = tables.class_units.shape[1]
-    victims = np.arange(tables.contributions.shape[0])
-    summed = tables.contributions[victims, codes].sum(-2).astype(xp.int32)
+    summed = _sum_rows(xp, tables.contributions, codes)
 
     def group(index: int) -> Array:
         return summed[..., index * items : (index + 1) * items]
@@ -118,9 +113,9 @@ def project(xp: ModuleType, tables: Tables, candidate: Array, codes: Array) -> A
             h2d,
         ],
         -2,
-    ).astype(xp.int32)
+    )
     weights = xp.concatenate([tables.class_units, (tables.class_units > 0).astype(xp.int32)], -1)
-    sums = xp.matmul(picked, weights)  # integers: exact in any order
+    sums = _weighted_sums(xp, picked, weights)
     units, ops = sums[..., :items], sums[..., 5:, items:]
 
     # one unit of an item each: the state image, the tail page of every pool
@@ -237,11 +232,54 @@ def _padded_codes(problem: Problem, targets: TargetBatch) -> np.ndarray:
     return padded
 
 
-def _or_reduce(xp: ModuleType, words: Array) -> Array:
-    """Returns the bitwise OR over the victim axis: uint32[..., V, W] -> uint32[..., W]."""
+def _rows(xp: ModuleType, table: Array, codes: Array) -> Array:
+    """Returns ``table[v, codes[..., v]]``, NumPy with victims first, JAX with victims next to last.
+
+    Each library reduces its own layout fastest, and no code is out of bounds, which JAX would check.
+    """
+    v, k = table.shape[:2]
+    flat = table.reshape(v * k, -1)
+    at = codes + np.arange(0, v * k, k, dtype=np.int32)
     if xp is np:
-        return np.bitwise_or.reduce(words, axis=-2)
-    return lax.reduce(words, np.uint32(0), lax.bitwise_or, (words.ndim - 2,))
+        return flat.take(np.moveaxis(at, -1, 0), axis=0)
+    return jnp.asarray(flat).at[at].get(mode="promise_in_bounds")
+
+
+def _sum_rows(xp: ModuleType, table: Array, codes: Array) -> Array:
+    """Returns the sum over victims of their options' rows: int32[V, K, P] -> int32[..., P]."""
+    rows = _rows(xp, table, codes)
+    return np.add.reduce(rows, axis=0, dtype=np.int32) if xp is np else rows.sum(-2, dtype=jnp.int32)
+
+
+def _or_rows(xp: ModuleType, table: Array, codes: Array) -> Array:
+    """Returns the bitwise OR over victims of their options' words: uint32[V, K, W] -> uint32[..., W]."""
+    rows = _rows(xp, table, codes)
+    if xp is np:
+        return np.bitwise_or.reduce(rows, axis=0)
+    return lax.reduce(rows, np.uint32(0), lax.bitwise_or, (rows.ndim - 2,))
+
+
+def _unpack_bits(xp: ModuleType, words: Array) -> Array:
+    """Returns bool[..., 32 * W], bit b of word w at 32 * w + b."""
+    if xp is np:
+        octets = np.ascontiguousarray(words).astype("<u4", copy=False).view(np.uint8)
+        return np.unpackbits(octets, axis=-1, bitorder="little").view(bool)
+    bits = (words[..., None] >> np.arange(32, dtype=np.uint32)) & np.uint32(1)
+    return bits.reshape((*words.shape[:-1], 32 * words.shape[-1])) != 0
+
+
+def _weighted_sums(xp: ModuleType, picked: Array, weights: Array) -> Array:
+    """Returns int32[..., G, M] sums of the weights of what is picked; integers, exact in any order.
+
+    NumPy has no fast integer product; float64 holds every sum below 2**53 exactly.
+
+    Args:
+        picked: bool[..., G, C].
+        weights: int32[C, M].
+    """
+    if xp is np:
+        return np.matmul(picked.astype(np.float64), weights.astype(np.float64)).astype(np.int32)
+    return xp.matmul(picked.astype(xp.int32), weights)
 
 
 def num_columns(num_axes: int, num_items: int) -> int:
