@@ -14,13 +14,13 @@ OFF = "off"
 
 
 def compile_cache_directory(option: str | None, jax_setting: str | None, jax_version: str) -> Path | None:
-    """Returns the folder for compiled programs, or None to keep none.
+    """Returns the folder for compiled programs, or None to leave JAX as it is configured.
 
     A program compiled for one CPU may not run on another, so the default folder is told apart by JAX version
     and processor features.
 
     Args:
-        option: the engine's own option; ``"off"`` keeps nothing.
+        option: the engine's own option; ``"off"`` names no folder, so nothing is kept unless JAX is told to.
         jax_setting: what JAX is already configured with, for instance by its environment variable; it wins
             over the default and loses to the option.
         jax_version: as in ``jax.__version__``.

@@ -28,9 +28,7 @@ class Counters:
     prefill_ns: int = 0  # dispatch of all chunks, and for each prompt's last one the wait for its token
     decode_rounds: Counter[int] = field(default_factory=Counter)  # by number of rows
     decode_rows: int = 0
-    decode_step_ns: int = (
-        0  # dispatch to tokens on the host; includes a prefill chunk still running before it
-    )
+    decode_step_ns: int = 0  # dispatch to tokens on the host, a prefill chunk still running included
     decode_settle_ns: int = 0  # from tokens on the host to everything published
     faults: int = 0
 

@@ -65,7 +65,7 @@ class EngineOptions:
     load_format: LoadFormat = "auto"
     seed: int = 0  # of dummy weights, and of requests that sample without a seed of their own
     device: str | None = None  # "cpu", "gpu", "gpu:1"; default: JAX's first
-    compilation_cache_dir: str | None = None  # default: what JAX is configured with
+    compilation_cache_dir: str | None = None  # default: JAX's own, else in ~/.cache; "off" names none
     cache: ContextCacheOptions = field(default_factory=ContextCacheOptions)
 
 
@@ -107,26 +107,6 @@ class ResolvedOptions:
     def total_device_state_slots(self) -> int:
         """C + H: one pool, no slot tied to a lane (S-1)."""
         return self.max_concurrency + self.cache.device_state_slots
-
-    @property
-    def max_context_pages(self) -> int:
-        """L: pages of one request at its longest (K-9)."""
-        return -(-self.max_context // PAGE_TOKENS)
-
-    @property
-    def min_kv_pages(self) -> int:
-        """The fewest main pages an engine may start with: one longest request, and a page per lane (K-9)."""
-        return max(self.max_context_pages, self.max_concurrency)
-
-    @property
-    def max_kv_pages(self) -> int:
-        """The most main pages that C requests can use (K-9)."""
-        return self.max_concurrency * self.max_context_pages
-
-    @property
-    def kv_capacity_pages(self) -> int | None:
-        """Pages of an explicit ``kv_capacity``; None where it is sized from free memory."""
-        return None if self.kv_capacity == "auto" else -(-self.kv_capacity // PAGE_TOKENS)
 
     @property
     def max_outstanding_requests(self) -> int:

@@ -18,7 +18,7 @@ from ninfer_jax.frontend.generation_config import GenerationConfig
 from ninfer_jax.frontend.tokenizer import TextTokenizer
 from ninfer_jax.options import make_engine_options, resolve
 from ninfer_jax.parts import EngineParts, ModelFacts
-from ninfer_jax.program.capacity import CapacityVector, PoolCapacity, PoolKind
+from ninfer_jax.program.capacity import CapacityVector, PoolCapacity, PoolKind, pages_for
 from ninfer_jax.program.fake import FakeExecutor, expected_tokens
 from ninfer_jax.program.memory_table import MemoryTable
 from ninfer_jax.program.program import Program
@@ -98,7 +98,13 @@ class Kit:
             max_context_tokens=resolved.max_context,
             num_state_slots=resolved.total_device_state_slots,
             state_image_bytes=100,
-            pools=(PoolCapacity(PoolKind.MAIN, pages or resolved.max_kv_pages, page_bytes=1000),),
+            pools=(
+                PoolCapacity(
+                    PoolKind.MAIN,
+                    pages or resolved.max_concurrency * pages_for(resolved.max_context),
+                    page_bytes=1000,
+                ),
+            ),
             num_host_state_slots=resolved.cache.host_state_slots,
             host_kv_bytes=resolved.cache.host_kv_capacity_bytes,
         )
