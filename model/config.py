@@ -114,12 +114,10 @@ class Qwen35Config:
         """Returns the text geometry of a parsed `config.json`, flat or nested under `text_config`.
 
         Args:
-            raw: the parsed JSON object. Unknown fields are ignored; missing ones get the transformers
-            default.
+            raw: the parsed JSON object. Unknown fields are ignored; missing ones get transformers' defaults.
         Raises:
             CheckpointError: if the architecture is not Qwen3.5, a feature is not supported, or sizes
-            contradict
-                each other. Every problem found is in the one message.
+                contradict each other. Every problem found is in the one message.
         """
         return _read_config(raw)
 

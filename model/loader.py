@@ -147,8 +147,7 @@ def open_checkpoint(directory: Path) -> TensorFiles:
 
     Raises:
         CheckpointError: if there is no safetensors file, a shard is missing or unreadable, or a tensor has a
-        dtype
-            that is not a plain float.
+            dtype that is not a plain float.
     """
     index = directory / "model.safetensors.index.json"
     single = directory / "model.safetensors"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-PAGE_TOKENS = 64  # page size of every growing pool (K-2)
+from ninfer_jax.options import PAGE_TOKENS
 
 
 class PoolKind(Enum):

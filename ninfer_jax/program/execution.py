@@ -23,7 +23,7 @@ from ninfer_jax.model.sampling import Sampled, SamplerState, make_sampler_state,
 from ninfer_jax.model.transformer import decode_step, logits_from_tail, prefill_chunk
 from ninfer_jax.program.capacity import CapacityVector, PoolKind
 from ninfer_jax.program.compilation import CompileCounter
-from ninfer_jax.program.executor import DecodeInputs, Logprobs, PrefillInputs, TailInputs
+from ninfer_jax.program.executor import ZERO_STATE, DecodeInputs, Logprobs, PrefillInputs, TailInputs
 from ninfer_jax.program.lane_sampling import LaneSampling, dense_bias, token_mask
 from ninfer_jax.program.memory_table import SAMPLER, STATE_SLOTS, WEIGHTS, pool_axis
 from ninfer_jax.program.packing import (
@@ -413,7 +413,7 @@ def _warm_up(executor: ModelExecutor, capacity: CapacityVector) -> None:
             positions=np.zeros((3, 1), np.int32),
             block_table=table,
             start_tokens=0,
-            read_slot=-1,
+            read_slot=ZERO_STATE,
             write_slot=0,
         )
     )

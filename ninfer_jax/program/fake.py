@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ninfer_jax.errors import InvariantError
-from ninfer_jax.program.capacity import PAGE_TOKENS, CapacityVector, PoolCapacity, PoolKind, pages_for
+from ninfer_jax.options import PAGE_TOKENS
+from ninfer_jax.program.capacity import CapacityVector, PoolCapacity, PoolKind, pages_for
 from ninfer_jax.program.executor import ZERO_STATE, DecodeInputs, Logprobs, PrefillInputs, TailInputs
 from ninfer_jax.program.lane_sampling import LaneSampling
 from ninfer_jax.program.memory_table import SAMPLER, STATE_SLOTS, WEIGHTS, MemoryTable, pool_axis
@@ -100,8 +101,7 @@ class FakeExecutor:
         vocab_size: pseudo tokens are 0..vocab_size-1.
         verify: re-read the whole history through the block table in every step; linear in its length.
         before_step: called with "set_lane", "prefill", "draw_from_tail" or "decode" before anything happens;
-        tests
-            raise from it to play a device fault.
+            tests raise from it to play a device fault.
     """
 
     def __init__(

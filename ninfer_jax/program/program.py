@@ -15,8 +15,9 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from ninfer_jax.errors import ContractError, InvariantError, StaleHandleError
+from ninfer_jax.options import PAGE_TOKENS
 from ninfer_jax.program.admission import RequestWork
-from ninfer_jax.program.capacity import PAGE_TOKENS, CapacityVector, pages_for
+from ninfer_jax.program.capacity import CapacityVector, pages_for
 from ninfer_jax.program.executor import (
     ZERO_STATE,
     DecodeInputs,
@@ -236,8 +237,7 @@ class Program:
 
         Raises:
             StaleHandleError: if a handle is of an earlier activation.
-            ContractError: if a sequence is not ready to decode, occurs twice, or has its whole output
-            already.
+            ContractError: if a sequence is not ready to decode, occurs twice, or has drawn its whole output.
         """
         if not handles:
             raise ContractError("decode needs at least one sequence")
@@ -317,8 +317,7 @@ class Program:
         Args:
             pending: an open batch of this program.
             accepted: per row the number of tokens taken; 0 means that the row was cancelled, and its sequence
-            can
-                then only end, because its device state may be ahead of its ledger.
+                can then only end, because its device state may be ahead of its ledger.
 
         Raises:
             ContractError: if the batch was consumed before or a count is not in 0..produced; nothing changed.

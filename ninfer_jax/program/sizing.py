@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ninfer_jax.errors import OptionError
-from ninfer_jax.program.capacity import PAGE_TOKENS, CapacityVector, PoolCapacity, PoolKind, pages_for
+from ninfer_jax.options import MAX_CONCURRENCY, PAGE_TOKENS
+from ninfer_jax.program.capacity import CapacityVector, PoolCapacity, PoolKind, pages_for
 from ninfer_jax.program.memory_table import (
     SAMPLER,
     SCRATCH,
@@ -23,8 +24,6 @@ from ninfer_jax.program.memory_table import (
     format_bytes,
     pool_axis,
 )
-
-MAX_LANES = 8  # P-1
 
 # Memory that automatic sizing leaves to others when the caller names no headroom.
 DEFAULT_HEADROOM_BYTES = 1 << 30
@@ -77,8 +76,8 @@ def plan_capacity(options: SizingOptions, costs: UnitCosts, free_bytes: int) -> 
         OptionError: naming what was asked, what is free and the largest that would fit.
     """
     lanes = options.max_concurrency
-    if not 1 <= lanes <= MAX_LANES:
-        raise OptionError(f"max_concurrency is {lanes}; it must be 1..{MAX_LANES}")
+    if not 1 <= lanes <= MAX_CONCURRENCY:
+        raise OptionError(f"max_concurrency is {lanes}; it must be 1..{MAX_CONCURRENCY}")
     if options.max_context_tokens < 1:
         raise OptionError(f"max_context is {options.max_context_tokens}; it must be at least 1 token")
     for name, value in (

@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 
+from ninfer_jax import model, options
 from ninfer_jax.compile_cache import compile_cache_directory, processor_digest
 from ninfer_jax.errors import InvariantError, OptionError, PromptError, RequestError, RequestErrorKind
 from ninfer_jax.identity import Evidence
@@ -215,3 +216,8 @@ def test_where_compiled_programs_are_kept(tmp_path, monkeypatch):
     blocker.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocker))
     assert compile_cache_directory(None, None, "1.0") is None
+
+
+def test_model_and_engine_mean_the_same_page():
+    # K-2: two numbers, because options are read before JAX and the model are loaded
+    assert options.PAGE_TOKENS == model.PAGE_TOKENS
