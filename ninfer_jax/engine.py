@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack, overload
 
+from ninfer_jax.checks import checked_seconds
 from ninfer_jax.errors import EngineClosedError, OptionError, PromptError, RequestError, RequestErrorKind
 from ninfer_jax.frontend.frontend import Frontend
 from ninfer_jax.handle import RequestHandle, Response
@@ -470,6 +471,4 @@ def _one_for_each(
 def _deadline(now_ns: int, timeout_s: float | None) -> int | None:
     if timeout_s is None:
         return None
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s <= 1e9:
-        raise OptionError(f"timeout_s: got {timeout_s!r}, expected seconds above 0 and at most 1e9")
-    return now_ns + round(timeout_s * NS_PER_S)
+    return now_ns + round(checked_seconds("timeout_s", timeout_s) * NS_PER_S)

@@ -6,18 +6,23 @@ Owns no sizing: how many pages fit the device is the program's to say, with the 
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, SupportsIndex, get_args
+from typing import Any, Literal, get_args
 
+from ninfer_jax.checks import (
+    MAX_INT32,
+    MAX_INT64,
+    check_choice,
+    checked_flag,
+    checked_integer,
+    checked_seconds,
+)
 from ninfer_jax.errors import OptionError
 
 PAGE_TOKENS = 64  # K-2: fixed for every growing pool
 MAX_CONCURRENCY = 8  # P-1
 DEFAULT_MAX_CONTEXT_TOKENS = 8192
-MAX_INT32 = 2**31 - 1  # counts are int32 units on device (design 2)
-MAX_INT64 = 2**63 - 1  # bytes and nanoseconds
 GIB = 2**30
 # Ordinals of long anchors share the session file's table of 64 (conventions 16).
 MAX_LONG_ANCHORS = 64
@@ -165,25 +170,29 @@ def resolve(
         OptionError: naming the field, its value and the bound it breaks (F-3).
     """
     on_cpu = platform == "cpu"
-    concurrency = _integer("max_concurrency", options.max_concurrency, 1, MAX_CONCURRENCY)
+    concurrency = checked_integer("max_concurrency", options.max_concurrency, 1, MAX_CONCURRENCY)
     max_context = _resolve_max_context(options.max_context, model_max_context)
     dtype = options.dtype
     if dtype is None:
         dtype = "float32" if on_cpu else "bfloat16"
-    _choice("dtype", dtype, get_args(DType))
-    _choice("load_format", options.load_format, get_args(LoadFormat))
+    check_choice("dtype", dtype, get_args(DType))
+    check_choice("load_format", options.load_format, get_args(LoadFormat))
     headroom = options.kv_headroom_bytes
     return ResolvedOptions(
         max_context=max_context,
         kv_capacity=_resolve_kv_capacity(options.kv_capacity, max_context, concurrency),
-        kv_headroom_bytes=_integer("kv_headroom_bytes", GIB if headroom is None else headroom, 0, MAX_INT64),
+        kv_headroom_bytes=checked_integer(
+            "kv_headroom_bytes", GIB if headroom is None else headroom, 0, MAX_INT64
+        ),
         max_concurrency=concurrency,
-        max_pending_requests=_integer("max_pending_requests", options.max_pending_requests, 1, MAX_INT32),
-        pending_timeout_s=_seconds("pending_timeout_s", options.pending_timeout_s),
-        prefill_chunk=_integer("prefill_chunk", options.prefill_chunk, 1, MAX_INT32),
+        max_pending_requests=checked_integer(
+            "max_pending_requests", options.max_pending_requests, 1, MAX_INT32
+        ),
+        pending_timeout_s=checked_seconds("pending_timeout_s", options.pending_timeout_s),
+        prefill_chunk=checked_integer("prefill_chunk", options.prefill_chunk, 1, MAX_INT32),
         dtype=dtype,
         load_format=options.load_format,
-        seed=_integer("seed", options.seed, 0, 2**32 - 1),
+        seed=checked_integer("seed", options.seed, 0, 2**32 - 1),
         device=_optional_text("device", options.device),
         compilation_cache_dir=_optional_text("compilation_cache_dir", options.compilation_cache_dir),
         cache=_resolve_cache(options.cache, concurrency, on_cpu),
@@ -198,7 +207,7 @@ def _resolve_max_context(given: int | None, model_limit: int | None) -> int:
             else min(DEFAULT_MAX_CONTEXT_TOKENS, model_limit)
         )
     # one prompt token and one answer token are the shortest request there is
-    max_context = _integer("max_context", given, 2, MAX_INT32)
+    max_context = checked_integer("max_context", given, 2, MAX_INT32)
     if model_limit is not None and max_context > model_limit:
         raise OptionError(
             f"max_context: got {max_context}, expected at most {model_limit}, the model's own limit"
@@ -211,7 +220,7 @@ def _resolve_kv_capacity(given: object, max_context: int, concurrency: int) -> i
         return "auto"
     if isinstance(given, str):
         raise OptionError(f"kv_capacity: got {given!r}, expected a number of tokens or 'auto'")
-    capacity = _integer("kv_capacity", given, 1, MAX_INT32)
+    capacity = checked_integer("kv_capacity", given, 1, MAX_INT32)
     if capacity < max_context:
         raise OptionError(
             f"kv_capacity: got {capacity} tokens, expected at least max_context = {max_context}; "
@@ -238,8 +247,7 @@ def _resolve_cache(cache: ContextCacheOptions, concurrency: int, on_cpu: bool) -
     if not isinstance(cache, ContextCacheOptions):
         raise OptionError(f"cache: got {type(cache).__name__}, expected ContextCacheOptions")
     for name in ("enabled", "endpoint_anchors", "recency_eviction", "kv_lease_growth"):
-        if not isinstance(getattr(cache, name), bool):
-            raise OptionError(f"cache.{name}: got {getattr(cache, name)!r}, expected True or False")
+        checked_flag(f"cache.{name}", getattr(cache, name))
     if not cache.enabled:
         return _disabled_cache(cache, concurrency)
     device_slots = _count(cache, "device_state_slots", concurrency, MAX_INT32 - concurrency)
@@ -302,30 +310,7 @@ def _disabled_cache(cache: ContextCacheOptions, concurrency: int) -> ResolvedCac
 
 def _count(cache: ContextCacheOptions, name: str, default: int, high: int) -> int:
     given = getattr(cache, name)
-    return default if given is None else _integer(f"cache.{name}", given, 0, high)
-
-
-def _integer(name: str, got: object, low: int, high: int) -> int:
-    if isinstance(got, bool) or not isinstance(got, SupportsIndex):
-        raise OptionError(f"{name}: got {got!r}, expected an integer in {low}..{high}")
-    number = operator.index(got)
-    if not low <= number <= high:
-        raise OptionError(f"{name}: got {number}, expected {low}..{high}")
-    return number
-
-
-def _seconds(name: str, got: object) -> float:
-    if isinstance(got, bool) or not isinstance(got, (int, float)):
-        raise OptionError(f"{name}: got {got!r}, expected seconds above 0")
-    # the upper bound keeps the deadline inside int64 nanoseconds; NaN fails both comparisons
-    if not 0 < got <= MAX_INT64 / 2e9:
-        raise OptionError(f"{name}: got {got}, expected seconds above 0 and at most {MAX_INT64 / 2e9:.0f}")
-    return float(got)
-
-
-def _choice(name: str, got: object, allowed: tuple[str, ...]) -> None:
-    if got not in allowed:
-        raise OptionError(f"{name}: got {got!r}, expected one of {', '.join(map(repr, allowed))}")
+    return default if given is None else checked_integer(f"cache.{name}", given, 0, high)
 
 
 def _optional_text(name: str, got: object) -> str | None:

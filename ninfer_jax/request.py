@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, NewType, TypedDict, get_args
 
+from ninfer_jax.checks import MAX_INT32, check_choice, checked_flag, checked_integer
 from ninfer_jax.errors import InvariantError, OptionError
 from ninfer_jax.identity import Evidence, PromptIdentity
 
@@ -169,29 +170,28 @@ def make_request_hints(
         size_bytes = len(session.encode("utf-8", "surrogatepass"))
         if not 1 <= size_bytes <= MAX_SESSION_BYTES:
             raise OptionError(f"session: got {size_bytes} bytes, expected 1..{MAX_SESSION_BYTES}")
-    _require_one_of("cache", cache, CacheMode)
+    check_choice("cache", cache, get_args(CacheMode))
     if retention is None:
         retention = "recent_private" if session is None else "live_session"
-    _require_one_of("retention", retention, Retention)
+    check_choice("retention", retention, get_args(Retention))
     if retention == "live_session" and session is None:
         raise OptionError(
             "retention: got 'live_session' without a session; name one, or use 'recent_private'"
         )
     anchors = max_long_anchors if automatic_private_anchors is None else automatic_private_anchors
-    if isinstance(anchors, bool) or not isinstance(anchors, int) or anchors < 0:
-        raise OptionError(f"automatic_private_anchors: got {anchors!r}, expected an integer >= 0")
+    anchors = checked_integer("automatic_private_anchors", anchors, 0, MAX_INT32, expected="0 or more")
     caching = cache_enabled and cache == "read_write"
     return RequestHints(
         session=session,
         retention=retention,
         cache="read_write" if caching else "disabled",
         markers=_checked_markers(markers),
-        allow_engine_automatic_shared_prefixes=_flag(
+        allow_engine_automatic_shared_prefixes=checked_flag(
             "allow_engine_automatic_shared_prefixes", allow_engine_automatic_shared_prefixes
         ),
-        allow_engine_prefix_grid=_flag("allow_engine_prefix_grid", allow_engine_prefix_grid),
+        allow_engine_prefix_grid=checked_flag("allow_engine_prefix_grid", allow_engine_prefix_grid),
         automatic_private_anchors=min(anchors, max_long_anchors) if caching else 0,
-        update_session_index=_flag("update_session_index", update_session_index),
+        update_session_index=checked_flag("update_session_index", update_session_index),
     )
 
 
@@ -205,10 +205,9 @@ def _checked_markers(markers: Iterable[CacheMarker]) -> tuple[CacheMarker, ...]:
         name = f"markers[{position}]"
         if not isinstance(marker, CacheMarker):
             raise OptionError(f"{name}: got {type(marker).__name__}, expected CacheMarker")
-        _require_one_of(f"{name}.kind", marker.kind, MarkerKind)
-        _require_one_of(f"{name}.place", marker.place, MarkerPlace)
-        if isinstance(marker.count, bool) or not isinstance(marker.count, int) or marker.count < 0:
-            raise OptionError(f"{name}.count: got {marker.count!r}, expected an integer >= 0")
+        check_choice(f"{name}.kind", marker.kind, get_args(MarkerKind))
+        check_choice(f"{name}.place", marker.place, get_args(MarkerPlace))
+        checked_integer(f"{name}.count", marker.count, 0, MAX_INT32, expected="0 or more")
         if not isinstance(marker.evidence, Evidence) or marker.evidence & ~CALLER_EVIDENCE:
             raise OptionError(
                 f"{name}.evidence: got {marker.evidence!r}, expected flags of {CALLER_EVIDENCE!r}"
@@ -216,18 +215,6 @@ def _checked_markers(markers: Iterable[CacheMarker]) -> tuple[CacheMarker, ...]:
         if marker.kind == "shared_stable_prefix" and not marker.evidence:
             raise OptionError(f"{name}.evidence: a shared marker needs at least one evidence flag")
     return checked
-
-
-def _require_one_of(name: str, got: object, literal: object) -> None:
-    allowed = get_args(literal)
-    if got not in allowed:
-        raise OptionError(f"{name}: got {got!r}, expected one of {', '.join(map(repr, allowed))}")
-
-
-def _flag(name: str, got: object) -> bool:
-    if not isinstance(got, bool):
-        raise OptionError(f"{name}: got {got!r}, expected True or False")
-    return got
 
 
 @dataclass(frozen=True, eq=False)

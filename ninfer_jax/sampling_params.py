@@ -12,8 +12,9 @@ import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, SupportsIndex
+from typing import Any
 
+from ninfer_jax.checks import MAX_INT32, MAX_INT64, checked_flag, checked_integer
 from ninfer_jax.errors import OptionError
 
 # `LaneSampling.num_logprobs` of a lane that wants none; 0 means the drawn token's alone.
@@ -22,8 +23,6 @@ NO_LOGPROBS = -1
 MAX_LOGPROBS = 20  # columns that a step reports
 MAX_ABS_LOGIT_BIAS = 100.0  # OpenAI's range
 MAX_ABS_PENALTY = 2.0  # OpenAI's range
-MAX_INT32 = 2**31 - 1
-MAX_SEED = 2**63 - 1
 
 # What a parameter is when neither the caller nor the checkpoint names it; temperature has its own rule.
 _NEUTRAL: Mapping[str, float] = {
@@ -126,16 +125,15 @@ class SamplingParams:
         _integer(
             "max_tokens", self.max_tokens, 1, MAX_INT32, "1 or more, or None for what the context allows"
         )
-        _required_integer("min_tokens", self.min_tokens, 0, MAX_INT32, "0 or more")
+        checked_integer("min_tokens", self.min_tokens, 0, MAX_INT32, expected="0 or more")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise OptionError(
                 f"min_tokens: got {self.min_tokens}, expected at most max_tokens = {self.max_tokens}"
             )
-        _integer("seed", self.seed, 0, MAX_SEED, "0 to 2^63 - 1, or None")
+        _integer("seed", self.seed, 0, MAX_INT64, "0 to 2^63 - 1, or None")
         _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}, or None for none")
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise OptionError(f"{name}: got {getattr(self, name)!r}, expected True or False")
+            checked_flag(name, getattr(self, name))
         _check_stops(self.stop)
         _check_ids("stop_token_ids", self.stop_token_ids, vocab_size)
         _check_bias(self.logit_bias, vocab_size)
@@ -251,14 +249,7 @@ def _real(name: str, got: object, low: float, high: float, bound: str, *, open_l
 
 def _integer(name: str, got: object, low: int, high: int, bound: str) -> None:
     if got is not None:
-        _required_integer(name, got, low, high, bound)
-
-
-def _required_integer(name: str, got: object, low: int, high: int, bound: str) -> None:
-    if isinstance(got, bool) or not isinstance(got, SupportsIndex):
-        raise OptionError(f"{name}: got {got!r}, expected an integer, {bound}")
-    if not low <= operator.index(got) <= high:
-        raise OptionError(f"{name}: got {got}, expected {bound}")
+        checked_integer(name, got, low, high, expected=bound)
 
 
 def _check_stops(stop: object) -> None:
@@ -275,9 +266,9 @@ def _check_ids(name: str, ids: object, vocab_size: int | None) -> None:
         raise OptionError(f"{name}: got {ids!r}, expected a sequence of token ids")
     for token in ids:
         if vocab_size is None:
-            _required_integer(name, token, 0, MAX_INT32, "0 or more")
+            checked_integer(name, token, 0, MAX_INT32, expected="0 or more")
         else:
-            _required_integer(name, token, 0, vocab_size - 1, f"0 to {vocab_size - 1}, the vocabulary")
+            checked_integer(name, token, 0, vocab_size - 1, expected=f"0 to {vocab_size - 1}, the vocabulary")
 
 
 def _check_bias(bias: object, vocab_size: int | None) -> None:

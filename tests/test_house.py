@@ -23,14 +23,15 @@ PACKAGE_FOLDERS = {
 TOP = "ninfer_jax"
 
 # part of the package -> the other parts it may import. A part is the first name below ninfer_jax.
-EDGE_VALUES = {"errors", "options", "request", "identity", "sampling_params"}
+EDGE_VALUES = {"errors", "checks", "options", "request", "identity", "sampling_params"}
 MAY_IMPORT = {
     "planner": set(),
     "model": set(),
     "errors": set(),
+    "checks": {"errors"},
     "identity": {"errors"},
-    "sampling_params": {"errors"},
-    "options": {"errors"},
+    "sampling_params": {"errors", "checks"},
+    "options": {"errors", "checks"},
     "request": EDGE_VALUES,
     "frontend": EDGE_VALUES,
     "scheduler": EDGE_VALUES,
