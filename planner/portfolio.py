@@ -155,6 +155,21 @@ def make_facts(
     )
 
 
+@dataclass(frozen=True, eq=False)
+class NewCheckpoint:
+    """The shared checkpoint that a capture would add to every end state (O-10).
+
+    Attributes:
+        saving_ns: rebuild minus cheapest recovery of the captured checkpoint.
+        matches: bool[W], demand records that name its key.
+        is_credited: whether its evidence is declared (O-8).
+    """
+
+    saving_ns: int
+    matches: np.ndarray
+    is_credited: bool
+
+
 # ---------------------------------------------------------------- tables of a round
 
 
@@ -168,12 +183,14 @@ class _Static:
     interval: np.ndarray  # int64[U, M, M], prefill from checkpoint j to i; SATURATED unless j is below i
     tail_ops: np.ndarray  # int64[Q]
     tail_bytes: np.ndarray  # int64[Q]
-    victim: np.ndarray  # int32[U], column of the extended codes (V for owners outside of the domain)
+    victim: np.ndarray  # int32[U + 1], column of the extended codes; V for owners outside of the domain
     weights: np.ndarray  # int64[U]
     credited: np.ndarray  # int32[X], rows among U
     record: np.ndarray  # int32[L], demand groups, ascending
     record_owner: np.ndarray  # int32[L], row among U
-    record_mask: np.ndarray  # bool[L, M]
+    record_mask: np.ndarray  # bool[L, M]; row U of the owners is the new checkpoint of a capture
+    new_saving: int
+    new_credit: int
     record_starts: np.ndarray  # int32[G]
     record_count: np.ndarray  # int64[G], how many records are alike
     image_class: np.ndarray  # int32[Q]
@@ -271,6 +288,10 @@ class PortfolioValue:
         counts = np.stack([assessment.evictions, assessment.drops, ops, num_bytes], -1).astype(np.int64)
         return np.concatenate([touched, counts, facts[targets.candidate]], -1)
 
+    def identity_value(self, which: int) -> int:
+        """Returns PublicValue of one candidate's identity state."""
+        return int(self._identity(which).public)
+
     # ---- gathers
 
     def _fold(
@@ -309,7 +330,7 @@ class PortfolioValue:
         return on_host & ~on_device
 
     def _owner_codes(self, code: np.ndarray) -> np.ndarray:
-        return code[:, self.static.victim]
+        return code[:, self.static.victim[:-1]]
 
     def _loss(self, which: int, pattern: _Pattern, code: np.ndarray) -> np.ndarray:
         codes = self._owner_codes(code)
@@ -330,7 +351,7 @@ class PortfolioValue:
         if len(s.credited):
             credit = saturating_total(_gather(pattern.credit, code[:, s.victim[s.credited]]), -1)
             total = saturating_sum(total, credit)
-        return total
+        return saturating_sum(total, s.new_credit)
 
     # ---- tables
 
@@ -397,7 +418,8 @@ class PortfolioValue:
         hits = np.append(self.facts.hits, 0)[s.index][..., None]
         epochs = np.append(self.facts.last_hit, 0)[s.index][..., None]
         hopeless = (s.rebuild == SATURATED)[s.index].any(1)[:, None] & (worse.any(1) | (lost > 0))
-        masked = np.where(s.record_mask[..., None], savings[s.record_owner], 0)
+        new = np.full((1, *savings.shape[1:]), s.new_saving, np.int64)
+        masked = np.where(s.record_mask[..., None], np.concatenate([savings, new])[s.record_owner], 0)
         return _Pattern(
             saturating_product(lost, s.weights[:, None]),
             masked.max(1, initial=0),
@@ -418,13 +440,19 @@ class _Identity:
 
 
 def make_value(
-    problem: Problem, outcome: OutcomeTables, facts: CacheFacts, model: MachineCostModel
+    problem: Problem,
+    outcome: OutcomeTables,
+    facts: CacheFacts,
+    model: MachineCostModel,
+    *,
+    new: NewCheckpoint | None = None,
 ) -> PortfolioValue:
     """Returns the valuation of one round.
 
     Args:
         outcome: `make_outcome_tables(problem)`.
         facts: `make_facts(problem, ...)`.
+        new: checkpoint that every end state has on top (capture only).
     """
     prefill = [
         prefill_ns(model, remaining_prefill(c.request, base_tokens(problem, d)))
@@ -435,13 +463,17 @@ def make_value(
         outcome,
         facts,
         model,
-        _make_static(problem, outcome, facts, model),
+        _make_static(problem, outcome, facts, model, new),
         np.asarray(prefill, np.int64),
     )
 
 
 def _make_static(
-    problem: Problem, outcome: OutcomeTables, facts: CacheFacts, model: MachineCostModel
+    problem: Problem,
+    outcome: OutcomeTables,
+    facts: CacheFacts,
+    model: MachineCostModel,
+    new: NewCheckpoint | None,
 ) -> _Static:
     state, rows = problem.state, problem.checkpoints
     q, page = len(rows), state.capacity.page_tokens
@@ -477,8 +509,10 @@ def _make_static(
     victim_of = np.full(state.num_owners, problem.num_victims, np.int32)
     victim_of[problem.victims] = np.arange(problem.num_victims)
 
-    kinds, how_often = np.unique(facts.matches, axis=1, return_counts=True)
-    by_owner = np.concatenate([kinds, np.zeros((1, kinds.shape[1]), bool)])[index]  # bool[U, M, G]
+    wanted = np.zeros(facts.matches.shape[1], bool) if new is None else new.matches
+    kinds, how_often = np.unique(np.vstack([facts.matches, wanted]), axis=1, return_counts=True)
+    by_owner = np.vstack([kinds[:q], np.zeros(kinds.shape[1], bool)])[index]  # bool[U, M, G]
+    by_owner = np.concatenate([by_owner, np.repeat(kinds[None, q:], depth, 1)])
     record, record_owner = np.nonzero(by_owner.any(1).T)
     groups, starts = np.unique(record, return_index=True)
     return _Static(
@@ -488,16 +522,54 @@ def _make_static(
         interval,
         partial.sum(1).astype(np.int64),
         (partial * sizes).sum(1),
-        victim_of[owners],
+        np.append(victim_of[owners], problem.num_victims),
         facts.weights[owners],
         np.flatnonzero(facts.credited[owners]),
         record,
         record_owner,
         by_owner[record_owner, :, record],
+        0 if new is None else new.saving_ns,
+        new.saving_ns if new is not None and new.is_credited else 0,
         starts,
         how_often[groups].astype(np.int64),
         outcome.image_class,
     )
+
+
+def capture_gains(
+    before: PortfolioValue,
+    after: PortfolioValue,
+    targets: TargetBatch,
+    assessment: Assessment,
+    *,
+    baseline_ns: int = 0,
+    blocked_requests: int = 0,
+    split_ns: int = 0,
+) -> np.ndarray:
+    """Returns int64[B], NetGain of capture targets over the private-only baseline; 0 where unprovable (O-10).
+
+    Args:
+        before: valuation without the new checkpoint; its identity state is the baseline.
+        after: the same with it.
+        baseline_ns: transfers of the private-only policy at the same frontier.
+        split_ns: exact extra boundary cost; 0 once the offer has arrived (then it is sunk).
+    """
+    public_after = after.public_value(targets)
+    losses = before.private_losses(targets)
+    immediate = before.now(targets, assessment) - before.prefill[targets.candidate]
+    gains = []
+    for b, which in enumerate(targets.candidate):
+        gain = net_gain(
+            int(before.identity_value(int(which))),
+            int(public_after[b]),
+            int(losses[b]),
+            baseline_ns,
+            int(immediate[b]),
+            blocked_requests=blocked_requests,
+            split_ns=split_ns,
+        )
+        gains.append(0 if gain is None else gain)
+    return np.asarray(gains, np.int64)
 
 
 def _gather(table: np.ndarray, codes: np.ndarray) -> np.ndarray:

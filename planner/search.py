@@ -32,6 +32,7 @@ from ninfer_jax.planner.search_model import (
     core,
     forced,
     make_picture,
+    num_combinations,
     sweep,
 )
 from ninfer_jax.planner.search_types import (
@@ -51,6 +52,7 @@ CORE_COMBINATIONS: Final = 2048
 DEEP_COMBINATIONS: Final = 65_536
 CORE_TARGETS: Final = 256
 MAX_ROUNDS: Final = 6
+BLOCK: Final = 1024
 MAX_FORCED: Final = 12
 GUESSED_NS_PER_CELL: Final = 40
 
@@ -131,7 +133,7 @@ class SearchResult:
 
     Attributes:
         best: the target to seal, or None if not even root maximal is adoptable.
-        is_fallback: root maximal was the correctness incumbent (G-4).
+        is_fallback: `best` is the correctness incumbent of G-4, which releases everything.
         first: the incumbent before optional work.
         rejected: one entry per other candidate, cheapest first.
         num_targets: distinct targets assessed inside the budgets.
@@ -158,7 +160,7 @@ class SearchResult:
 def search_materialization(
     round_: SearchRound, functions: SearchFunctions, budget: Budget, clock: Clock
 ) -> SearchResult:
-    """Returns the best target found, with the reason to stop.
+    """Returns the best target found, with the reason to stop; `shared_capture` is the other entry (G-6).
 
     Args:
         budget: optional effort; identities, the ladder and the maximal targets are not charged to it.
@@ -187,6 +189,7 @@ class _Candidate:
     moves: TargetBatch | None = None
     moves_assessment: Assessment | None = None
     moves_prices: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    refined: set[bytes] = field(default_factory=set)
     attainable: int = 0  # lowest price that is still predicted and not yet tried
 
 
@@ -339,40 +342,66 @@ class _Search:
 
     def _optional(self, expandable: list[int]) -> Iterator[None]:
         """Yields after every operation."""
-        order = sorted(expandable, key=lambda d: (self.candidates[d].price, d))
+        if not self.num_victims:
+            return
+        order = [self.candidates[d] for d in sorted(expandable, key=lambda d: (self.candidates[d].price, d))]
         self.phase = SearchPhase.CONSTRUCTION
-        for n, d in enumerate(order):
-            yield from self._construct(self.candidates[d], len(order) - n)
+        for n, candidate in enumerate(order):
+            yield from self._construct(candidate, len(order) - n)
         self.phase = SearchPhase.REFINEMENT
-        yield from self._refine()
+        yield from self._refine(order)
         self.phase = SearchPhase.EXPANSION
-        for d in order:
-            yield from self._deepen(self.candidates[d])
-        yield from self._refine()
+        for candidate in order:
+            yield from self._deepen(candidate)
+        yield from self._refine(order)
 
     def _construct(self, candidate: _Candidate, num_left: int) -> Iterator[None]:
-        """Builds the candidate's picture and tries what it suggests (value first to feasibility first)."""
-        guess = self.num_victims * self.round.num_options + CORE_TARGETS
+        """Builds pictures of the candidate from both ends and tries what they suggest.
+
+        From identity, degradations add up: value first, then as much as feasibility needs. From the strongest
+        target, which has released every shared object, what can be taken back adds up.
+        """
+        guess = num_left * (2 * self.num_victims * self.round.num_options + CORE_TARGETS)
         moves = self.f.successors(
             candidate.identity, residual=candidate.assessment.residual[0], licensed=self.licensed
         )
-        assessment, prices = self._evaluate(moves, num_left * guess, is_known=False)
+        assessment, prices = self._evaluate(moves, guess, is_known=False)
         candidate.moves, candidate.moves_assessment, candidate.moves_prices = moves, assessment, prices
-        picture = make_picture(
-            candidate.identity,
-            candidate.assessment,
-            candidate.price,
+        centre = Found(candidate.identity, candidate.assessment, candidate.price)
+        candidate.picture = self._picture(centre, moves, assessment, prices)
+        candidate.attainable = SATURATED  # from here on the picture says what can still be had
+        yield
+        for around in self._starts(candidate):
+            yield from self._read(around, CORE_COMBINATIONS, CORE_TARGETS, guess)
+        strongest = self._strongest(candidate)
+        around = concatenate([strongest, self._around(strongest, candidate)])
+        assessment, prices = self._evaluate(around, guess)
+        yield
+        if bool(assessment.fits[0]):
+            centre = Found(strongest, _rows(assessment, np.array([0])), int(prices[0]))
+            picture = self._picture(centre, around, assessment, prices)
+            yield from self._read(picture, CORE_COMBINATIONS, CORE_TARGETS, guess)
+
+    def _picture(
+        self, centre: Found, moves: TargetBatch, assessment: Assessment, prices: np.ndarray
+    ) -> Picture:
+        return make_picture(
+            centre.target,
+            centre.assessment,
+            centre.price_ns,
             moves,
             assessment,
             prices,
             self.round.capacity,
             self.round.num_options,
         )
-        candidate.picture = picture
-        candidate.attainable = SATURATED  # from here on the picture says what can still be had
-        yield
-        for around in self._starts(candidate):
-            yield from self._read(around, CORE_COMBINATIONS, CORE_TARGETS, num_left * guess)
+
+    def _strongest(self, candidate: _Candidate) -> TargetBatch:
+        """Returns the target in which every owner goes, or is demoted where the licence forbids that."""
+        assert candidate.picture is not None
+        is_open, codes = candidate.picture.is_open, candidate.identity.codes[0]
+        preserved = np.where(is_open[:, self.round.preserve_code], self.round.preserve_code, codes)
+        return make_targets(candidate.index, np.where(is_open[:, EVICT], EVICT, preserved))
 
     def _starts(self, candidate: _Candidate) -> list[Picture]:
         """Returns the pictures to read: around identity, and around moves that no single owner can make.
@@ -417,32 +446,26 @@ class _Search:
             self._evaluate(take(both, np.sort(list(first.values()))), completion_targets)
         yield
 
-    def _refine(self) -> Iterator[None]:
-        """Changes, adds and undoes actions of the incumbent until nothing gets better."""
-        for _ in range(MAX_ROUNDS):
-            best = self.best
-            assert best is not None
-            candidate = self.candidates[int(best.target.candidate[0])]
-            around = self._around(best.target, candidate)
-            if not len(around):
-                return
-            assessment, prices = self._evaluate(around, 2 * len(around))
-            yield
-            if self.best is not best:
-                continue
-            picture = make_picture(
-                best.target,
-                best.assessment,
-                best.price_ns,
-                around,
-                assessment,
-                prices,
-                self.round.capacity,
-                self.round.num_options,
-            )
-            yield from self._read(picture, CORE_COMBINATIONS, CORE_TARGETS, CORE_TARGETS)
-            if self.best is best:
-                return
+    def _refine(self, order: list[_Candidate]) -> Iterator[None]:
+        """Changes, adds and undoes actions of every candidate's best target until nothing gets better."""
+        for candidate in order:
+            centre = None
+            for _ in range(MAX_ROUNDS):
+                key, loser = self.losers[candidate.index]
+                found = loser.found
+                if key[0] or found is centre or candidate.price >= self._price():
+                    break
+                if found.target.codes.tobytes() in candidate.refined:
+                    break
+                candidate.refined.add(found.target.codes.tobytes())
+                centre = found
+                around = self._around(centre.target, candidate)
+                if not len(around):
+                    break
+                assessment, prices = self._evaluate(around, 2 * len(around))
+                yield
+                picture = self._picture(centre, around, assessment, prices)
+                yield from self._read(picture, CORE_COMBINATIONS, CORE_TARGETS, CORE_TARGETS)
 
     def _around(self, target: TargetBatch, candidate: _Candidate) -> TargetBatch:
         """Returns all single changes of a target to options that the candidate's identity may take."""
@@ -457,12 +480,22 @@ class _Search:
         return make_targets(candidate.index, out)
 
     def _deepen(self, candidate: _Candidate) -> Iterator[None]:
-        """Enumerates as many combinations as the budget still allows, cheapest first."""
-        if candidate.picture is None:
+        """Enumerates further combinations: all of them if the budget allows, else the likeliest."""
+        picture = candidate.picture
+        if picture is None:
+            return
+        left = self.budget.max_targets - self.num_targets
+        if num_combinations(picture) <= left:
+            options = [np.flatnonzero(row) for row in picture.is_open]
+            grid = np.stack(np.meshgrid(*options, indexing="ij"), -1) if options else np.zeros(0, np.int32)
+            everything = make_targets(candidate.index, grid.reshape(-1, self.num_victims))
+            for at in range(0, len(everything), BLOCK):
+                block = take(everything, np.arange(at, min(at + BLOCK, len(everything))))
+                self._evaluate(block, len(everything) - at)
+                yield
             return
         for around in self._starts(candidate):
-            limit = max(self.budget.max_targets - self.num_targets, 1)
-            yield from self._read(around, DEEP_COMBINATIONS, min(limit, 1024), 1024)
+            yield from self._read(around, DEEP_COMBINATIONS, BLOCK, BLOCK)
 
     # ------------------------------------------------------------ budgets and the incumbent
 
@@ -629,7 +662,7 @@ class _Search:
             self.best,
             stop,
             self.phase,
-            self.is_fallback,
+            self.is_fallback and self.best is first,
             first if first is not None else self.best,
             tuple(rejected),
             self.num_targets,

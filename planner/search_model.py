@@ -67,7 +67,7 @@ def make_picture(
     price = np.zeros((v, num_options))
     is_open = np.zeros((v, num_options), bool)
     use[owner, code] = change[:, columns[0], columns[1]]
-    price[owner, code] = prices[single].astype(np.float64) - float(base_price)
+    price[owner, code] = (prices[single] - base_price).astype(np.float64)  # subtracted exactly
     is_open[owner, code] = True
     is_open[np.arange(v), codes] = True
     return Picture(
@@ -148,7 +148,8 @@ def sweep(picture: Picture) -> Swept:
     if loose.any():
         room = np.maximum(-need, 1)
         directions += [d + np.where(loose, share / room, 0) for d in directions for share in (0.25, 1.0)]
-    multipliers = (np.stack(directions)[None] * scales[:, None, None]).reshape(-1, g)
+    stacked = np.stack(directions)[None] * scales[:, None, None]
+    multipliers = stacked.reshape(len(scales) * len(directions), g)
     cost = picture.price[None] + (use.reshape(v * k, g) @ multipliers.T).T.reshape(-1, v, k)
     cost[:, ~picture.is_open] = np.inf
     codes = cost.argmin(-1).astype(np.int32)
@@ -207,7 +208,8 @@ def core(
         options = np.asarray([codes[owner], *extra])
         own_use = picture.use[owner, options] - picture.use[owner, codes[owner]]
         own_price = picture.price[owner, options] - picture.price[owner, codes[owner]]
-        excess = (excess[:, None] + own_use[None]).reshape(-1, excess.shape[1])
+        size = (len(price) * len(options), excess.shape[1])
+        excess = (excess[:, None] + own_use[None]).reshape(size)
         price = (price[:, None] + own_price[None]).ravel()
     rows = np.flatnonzero((excess <= 0).all(1))
     rows = rows[np.argsort(price[rows], kind="stable")[:limit]]

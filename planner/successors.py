@@ -99,7 +99,7 @@ def successors(
     order = np.argsort(-scores, kind="stable")
     if limit is not None:
         order = order[:limit]
-    return make_targets(int(target.candidate[0]), batch[order].reshape(-1, v))
+    return make_targets(int(target.candidate[0]), batch[order])
 
 
 def _score(gain: np.ndarray, residual: np.ndarray, slack: np.ndarray) -> np.ndarray:
