@@ -24,7 +24,8 @@ class PhysicalFunctions:
 
     Attributes:
         device_tables: tables that the caller committed to the CPU device, or None (see `projection.assess`).
-        compiled: whether batches go through the compiled projection; the NumPy one gives the same bits.
+        compiled: whether batches go through the compiled projection. Both give the same bits; on a CPU the
+            NumPy one took 0.65 to 1.0 of its processor time from 4 to 4,096 targets, and has no dispatch.
     """
 
     problem: Problem
@@ -61,7 +62,7 @@ class PhysicalFunctions:
 
 
 def physical_functions(
-    problem: Problem, *, device_tables: Tables | None = None, compiled: bool = True
+    problem: Problem, *, device_tables: Tables | None = None, compiled: bool = False
 ) -> PhysicalFunctions:
     """Returns the callables of one planning session."""
     return PhysicalFunctions(

@@ -36,6 +36,7 @@ from ninfer_jax.planner.stages import NUM_STAGES, Changes, stage_peaks, stage_us
 from ninfer_jax.planner.target import ABSENT, KEEP, TargetBatch
 
 BATCH_BUCKETS: Final = (1, 32, 256, 1024)
+NUMPY_BLOCK: Final = 256
 
 Array = Any  # numpy.ndarray or jax.Array, depending on `xp`
 
@@ -87,14 +88,8 @@ def project(xp: ModuleType, tables: Tables, candidate: Array, codes: Array) -> A
     """
     items = tables.class_units.shape[1]
     summed = _sum_rows(xp, tables.contributions, codes)
-
-    def group(index: int) -> Array:
-        return summed[..., index * items : (index + 1) * items]
-
-    row = tables.needs[candidate]
-
-    def needs(index: int) -> Array:
-        return row[..., index * items : (index + 1) * items]
+    group = _groups(xp, summed[..., :-2], items)
+    needs = _groups(xp, tables.needs, items)[:, candidate]
 
     on_device, on_host, need, copied, forked = class_fates(xp, tables, candidate, codes)
     late = tables.late_class[candidate]
@@ -115,31 +110,31 @@ def project(xp: ModuleType, tables: Tables, candidate: Array, codes: Array) -> A
         -2,
     )
     weights = xp.concatenate([tables.class_units, (tables.class_units > 0).astype(xp.int32)], -1)
-    sums = _weighted_sums(xp, picked, weights)
-    units, ops = sums[..., :items], sums[..., 5:, items:]
+    sums = xp.moveaxis(_weighted_sums(xp, picked, weights), -2, 0)
+    units, ops = _contiguous(xp, sums[..., :items]), sums[..., items:]
 
     # one unit of an item each: the state image, the tail page of every pool
     own_copy = xp.concatenate([forked[..., None], copied], -1)
     at = xp.concatenate([tables.image_class[candidate][..., None], tables.tail_class[candidate]], -1)
     on_device_now = now_device[xp.maximum(at, 0)]
-    d2d = needs(TAIL_D2D) + (own_copy & on_device_now)
-    tail_h2d = needs(TAIL_H2D) + (own_copy & ~on_device_now)
-    restored = needs(H2D) + units[..., 6, :]
+    d2d = needs[TAIL_D2D] + (own_copy & on_device_now)
+    tail_h2d = needs[TAIL_H2D] + (own_copy & ~on_device_now)
+    restored = needs[H2D] + units[6]
     changes = Changes(
-        device_now=group(DEVICE_NOW) + units[..., 0, :],
-        device_copied=group(DEVICE_COPIED) + units[..., 1, :],
-        device_late=needs(DEVICE_LATE) + units[..., 2, :],
-        host_now=group(HOST_NOW) + units[..., 3, :],
-        host_late=needs(HOST_LATE) + units[..., 4, :],
-        d2h=group(D2H) + units[..., 5, :],
+        device_now=group[DEVICE_NOW] + units[0],
+        device_copied=group[DEVICE_COPIED] + units[1],
+        device_late=needs[DEVICE_LATE] + units[2],
+        host_now=group[HOST_NOW] + units[3],
+        host_late=needs[HOST_LATE] + units[4],
+        d2h=group[D2H] + units[5],
         h2d=restored,
-        fresh=d2d + tail_h2d + needs(FRESH),
-        growth=needs(GROWTH),
+        fresh=d2d + tail_h2d + needs[FRESH],
+        growth=needs[GROWTH],
         staging=tables.staging,
     )
     used = stage_used(xp, tables.used0, changes, tables.granules)
     peak = stage_peaks(xp, used)
-    is_fork = (needs(STATE_IS_FORK)[..., :1] > 0) | forked[..., None]
+    is_fork = (needs[STATE_IS_FORK][..., :1] > 0) | forked[..., None]
     degraded = ((codes != KEEP) & (codes != ABSENT)).sum(-1, keepdims=True)
     flat = used.reshape((*used.shape[:-2], used.shape[-2] * used.shape[-1]))
     parts = [
@@ -147,9 +142,9 @@ def project(xp: ModuleType, tables: Tables, candidate: Array, codes: Array) -> A
         peak,
         xp.maximum(peak - tables.capacity, 0),
         changes.d2h,
-        group(D2H_OPS) + ops[..., 0, :],
+        group[D2H_OPS] + ops[5],
         restored + tail_h2d,
-        needs(H2D_OPS) + ops[..., 1, :] + tail_h2d,
+        needs[H2D_OPS] + ops[6] + tail_h2d,
         d2d,
         is_fork,
         summed[..., -2:],
@@ -190,9 +185,11 @@ def project_batch(tables: Tables, candidate: Array, codes: Array) -> jax.Array:
 
 
 def assess_numpy(problem: Problem, targets: TargetBatch) -> Assessment:
-    """Returns the assessment computed by NumPy: the oracle of the compiled one, and a fallback."""
+    """Returns the assessment computed by NumPy, in blocks that stay in the cache; the compiled one's oracle."""
     codes = _padded_codes(problem, targets)
-    packed = project(np, problem.tables, targets.candidate, codes)
+    blocks = [slice(at, at + NUMPY_BLOCK) for at in range(0, max(len(codes), 1), NUMPY_BLOCK)]
+    parts = [project(np, problem.tables, targets.candidate[b], codes[b]) for b in blocks]
+    packed = np.concatenate(parts) if len(parts) > 1 else parts[0]
     return unpack(packed, problem.tables.used0.shape[0], problem.tables.class_units.shape[1])
 
 
@@ -268,17 +265,30 @@ def _unpack_bits(xp: ModuleType, words: Array) -> Array:
     return bits.reshape((*words.shape[:-1], 32 * words.shape[-1])) != 0
 
 
+def _groups(xp: ModuleType, columns: Array, items: int) -> Array:
+    """Returns int32[G, ..., J] from int32[..., G * J], each group contiguous: NumPy adds those much faster."""
+    split = columns.reshape((*columns.shape[:-1], columns.shape[-1] // items, items))
+    return _contiguous(xp, xp.moveaxis(split, -2, 0))
+
+
+def _contiguous(xp: ModuleType, a: Array) -> Array:
+    return np.ascontiguousarray(a) if xp is np else a
+
+
 def _weighted_sums(xp: ModuleType, picked: Array, weights: Array) -> Array:
     """Returns int32[..., G, M] sums of the weights of what is picked; integers, exact in any order.
 
-    NumPy has no fast integer product; float64 holds every sum below 2**53 exactly.
+    NumPy has no fast integer product; floats hold every whole number below 2**24, or 2**53, exactly.
 
     Args:
         picked: bool[..., G, C].
         weights: int32[C, M].
     """
     if xp is np:
-        return np.matmul(picked.astype(np.float64), weights.astype(np.float64)).astype(np.int32)
+        exact = np.float32 if weights.sum(0, dtype=np.int64).max(initial=0) < 2**24 else np.float64
+        flat = picked.reshape(-1, picked.shape[-1]).astype(exact)
+        sums = np.matmul(flat, weights.astype(exact)).astype(np.int32)
+        return sums.reshape((*picked.shape[:-1], weights.shape[-1]))
     return xp.matmul(picked.astype(xp.int32), weights)
 
 
