@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -33,7 +34,7 @@ from ninfer_jax.planner.cost import (
 )
 from ninfer_jax.planner.demand import Portfolio, match_matrix
 from ninfer_jax.planner.ids import OwnerKind
-from ninfer_jax.planner.outcomes import OutcomeTables
+from ninfer_jax.planner.outcomes import OutcomeTables, make_outcome_tables
 from ninfer_jax.planner.problem import Problem, base_tokens
 from ninfer_jax.planner.projection import class_fates
 from ninfer_jax.planner.search_types import Assessment
@@ -213,17 +214,26 @@ class PortfolioValue:
     """Prices targets of one problem (Protocols `Value` and `TieBreak`); lives as long as the round.
 
     Attributes:
-        patterns: tables already made; the only thing that changes, and it only saves time.
+        patterns: tables already made. These memos are the only things that change, and they only save time.
     """
 
     problem: Problem
-    outcome: OutcomeTables
     facts: CacheFacts
     model: MachineCostModel
-    static: _Static
+    new: NewCheckpoint | None
     prefill: np.ndarray  # int64[D], remaining prefill of each candidate
     patterns: dict[tuple[int, bytes], _Pattern] = field(default_factory=dict)
     identities: dict[int, _Identity] = field(default_factory=dict)
+
+    @cached_property
+    def outcome(self) -> OutcomeTables:
+        """Returns the fates of checkpoints; made when the first degraded target is priced."""
+        return make_outcome_tables(self.problem)
+
+    @cached_property
+    def static(self) -> _Static:
+        """Returns the placement-free facts; made when the first degraded target is priced."""
+        return _make_static(self.problem, self.outcome, self.facts, self.model, self.new)
 
     def __call__(self, targets: TargetBatch, assessment: Assessment, /) -> np.ndarray:
         """Returns int64[B], J of every target, saturated (O-9)."""
@@ -247,6 +257,8 @@ class PortfolioValue:
 
     def future(self, targets: TargetBatch, /) -> np.ndarray:
         """Returns int64[B], FutureLoss against each candidate's identity state (O-9)."""
+        if not (targets.codes > ABSENT).any():
+            return np.zeros(len(targets), np.int64)  # identities lose nothing and need no tables
         return self._fold(targets, self._loss)
 
     def public_value(self, targets: TargetBatch, /) -> np.ndarray:
@@ -260,6 +272,17 @@ class PortfolioValue:
             return saturating_total(_gather(pattern.private, self._owner_codes(code)), -1)
 
         return self._fold(targets, private)
+
+    def owner_losses(self, target: TargetBatch, /) -> dict[int, int]:
+        """Returns the PrivateLoss of every owner that has one in a batch of one target."""
+        seen: list[np.ndarray] = []
+
+        def each(which: int, pattern: _Pattern, code: np.ndarray) -> np.ndarray:
+            seen.append(_gather(pattern.private, self._owner_codes(code))[0])
+            return np.zeros(len(code), np.int64)
+
+        self._fold(target, each)
+        return {int(o): int(x) for o, x in zip(self.static.owners, seen[0], strict=True) if x}
 
     def tie_break(self, targets: TargetBatch, assessment: Assessment, /) -> np.ndarray:
         """Returns int64[B, 11], what decides among equal J, small wins; the codes come last (O-12)."""
@@ -441,7 +464,6 @@ class _Identity:
 
 def make_value(
     problem: Problem,
-    outcome: OutcomeTables,
     facts: CacheFacts,
     model: MachineCostModel,
     *,
@@ -450,7 +472,6 @@ def make_value(
     """Returns the valuation of one round.
 
     Args:
-        outcome: `make_outcome_tables(problem)`.
         facts: `make_facts(problem, ...)`.
         new: checkpoint that every end state has on top (capture only).
     """
@@ -458,14 +479,7 @@ def make_value(
         prefill_ns(model, remaining_prefill(c.request, base_tokens(problem, d)))
         for d, c in enumerate(problem.candidates)
     ]
-    return PortfolioValue(
-        problem,
-        outcome,
-        facts,
-        model,
-        _make_static(problem, outcome, facts, model, new),
-        np.asarray(prefill, np.int64),
-    )
+    return PortfolioValue(problem, facts, model, new, np.asarray(prefill, np.int64))
 
 
 def _make_static(

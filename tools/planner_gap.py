@@ -214,8 +214,7 @@ def random_case(seed: int) -> Case:
         retention={int(o): rng.choice(list(Retention)) for o in problem.victims},
         hits={int(c): (rng.randint(0, 3), rng.randint(0, 9)) for c in problem.checkpoints},
     )
-    functions = physical_functions(problem)
-    value = make_value(problem, functions.outcome_tables, facts, random_model(rng))
+    value = make_value(problem, facts, random_model(rng))
     adoptable = publication_slots(problem, vacant=rng.choice([0, 1, 2]), publishes=rng.random() < 0.6)
     recency = None
     if rng.random() < 0.2:

@@ -110,8 +110,7 @@ def state_of(h=8, host_states=8, host_pages=100):
 def round_of(state, candidates=None, **facts):
     """Returns problem and value of a round."""
     problem = make_problem(state, candidates or [root_candidate(make_request(64, 0))])
-    outcome = make_outcome_tables(problem)
-    return problem, make_value(problem, outcome, make_facts(problem, **facts), UNIT)
+    return problem, make_value(problem, make_facts(problem, **facts), UNIT)
 
 
 def evicting(problem, *owners):
@@ -194,7 +193,7 @@ def test_saturated_loss_is_the_maximum_only_when_something_was_degraded():  # O-
     state = state_of()
     state, x = add_owner(state, [CheckpointSpec(256)])
     problem = make_problem(state, [root_candidate(make_request(64, 0))])
-    value = make_value(problem, make_outcome_tables(problem), make_facts(problem), endless)
+    value = make_value(problem, make_facts(problem), endless)
     both = concatenate([evicting(problem), evicting(problem, x)])
     assert value.future(both).tolist() == [0, SATURATED]
     assert value(both, assess_numpy(problem, both)).tolist() == [SATURATED, SATURATED]
@@ -278,7 +277,7 @@ def test_tables_equal_the_naive_valuation(naive, seed):  # O-5..O-9, shared clas
     )
     outcome = make_outcome_tables(problem)
     targets = concatenate([identity_targets(problem), naive.random_targets(problem, rng, 8)])
-    value = make_value(problem, outcome, facts, model)
+    value = make_value(problem, facts, model)
     assessment = assess_numpy(problem, targets)
     got = list(zip(value.now(targets, assessment).tolist(), value.future(targets).tolist(), strict=True))
     assert got == naive_round(problem, outcome, facts, model, targets)
@@ -290,9 +289,9 @@ def test_rows_do_not_depend_on_the_batch(naive):  # T-7 for the value half
     state = naive.random_state(5, apply=apply, make_problem=make_problem)
     problem = make_problem(state, naive.random_candidates(state, rng))
     targets = naive.random_targets(problem, rng, 40)
-    outcome, facts = make_outcome_tables(problem), make_facts(problem)
-    whole = make_value(problem, outcome, facts, GENERIC_GPU).future(targets)
-    single = make_value(problem, outcome, facts, GENERIC_GPU)
+    facts = make_facts(problem)
+    whole = make_value(problem, facts, GENERIC_GPU).future(targets)
+    single = make_value(problem, facts, GENERIC_GPU)
     assert [int(single.future(take(targets, np.array([b])))[0]) for b in range(40)] == whole.tolist()
 
 

@@ -42,7 +42,7 @@ class Round:
     ):
         self.problem = make_problem(state, candidates)
         physical = physical_functions(self.problem, compiled=compiled)
-        value = make_value(self.problem, physical.outcome_tables, make_facts(self.problem, **facts), model)
+        value = make_value(self.problem, make_facts(self.problem, **facts), model)
         self.calls, self.now_ns, self.ns_per_assess = [], 0, 0
         self.round = search_round(self.problem, physical, recency)
         self.functions = SearchFunctions(
