@@ -24,18 +24,21 @@ if TYPE_CHECKING:
 
 # What two people say to the embedded model, turn by turn; both turns of a round run at once.
 CONVERSATIONS: dict[str, tuple[str, ...]] = {
-    "Ana": (
-        "Hello! How are you today?",
-        "Do you like books?",
-        "Tell me a story about a king and his daughter.",
-    ),
+    "Ana": ("Tell me a fairy tale.", "Go on.", "What happened then?"),
     "Ben": (
-        "Hi, I need to change my flight.",
-        "I want to fly to New York on May 20.",
-        "Thank you. What is my reservation number?",
+        "Hi! I'd like to cancel my reservation.",
+        "I don't have my reservation ID with me.",
+        "Thank you for your help.",
     ),
 }
-DEFAULTS = {"max_tokens": 60, "temperature": 0.6, "top_p": 0.9, "seed": 7}
+DEFAULTS = {
+    "max_tokens": 90,
+    "temperature": 0.4,
+    "top_p": 0.95,
+    "top_k": 40,
+    "repetition_penalty": 1.1,
+    "seed": 1,
+}
 
 
 def add_parser(verbs: argparse._SubParsersAction) -> None:
