@@ -19,6 +19,11 @@ from ninfer_jax.planner.options import OptionTable, ReplicaAction
 DEVICE_NOW, DEVICE_COPIED, HOST_NOW, D2H, D2H_OPS = range(5)
 NUM_CONTRIBUTIONS = 5
 
+# plain ints: NumPy compares an IntEnum member through its object protocol
+_DROP_HOST, _DROP_DEVICE, _DEMOTE = (
+    int(a) for a in (ReplicaAction.DROP_HOST, ReplicaAction.DROP_DEVICE, ReplicaAction.DEMOTE)
+)
+
 
 def lone_contributions(options: OptionTable, entries: Entries, objects: Objects, items: int) -> np.ndarray:
     """Returns int32[V, K, 5 * J]: what an option frees and copies of the objects its owner alone holds."""
@@ -46,19 +51,17 @@ def _images(options: OptionTable, entries: Entries, objects: Objects, rows: np.n
     who, obj = entries.victim[rows], entries.obj[rows]
     device, host = objects.device[obj], objects.host[obj]
     kept, acted = image_fates(options, who, entries.bits[rows])
-    act = options.state_action
-    acts = (kept & acted)[..., None] & np.stack(
-        [act == ReplicaAction.DEMOTE, act >= ReplicaAction.DROP_DEVICE, act == ReplicaAction.DROP_HOST], -1
-    )
-    demoted = acts[..., 0] & (device & ~host)[:, None]
+    act, hit = options.state_action, kept & acted
     both = (device & host)[:, None]
-    values = np.empty((len(rows), k, 3), np.int32)
-    values[..., 0] = (~kept & device[:, None]) | (acts[..., 1] & both)
-    values[..., 1] = demoted
-    values[..., 2] = (~kept & host[:, None]) | (acts[..., 2] & both)
+    values = np.empty((3, len(rows), k), bool)
+    values[0] = (~kept & device[:, None]) | (hit & (act >= _DROP_DEVICE) & both)
+    values[1] = hit & (act == _DEMOTE) & (device & ~host)[:, None]
+    values[2] = (~kept & host[:, None]) | (hit & (act == _DROP_HOST) & both)
     firsts = np.flatnonzero(np.diff(who, prepend=-1))
     sums = np.zeros((v, k, 3), np.int32)
-    sums[who[firsts]] = np.add.reduceat(values, firsts, axis=0)
+    # an owner has at most 30 images of its own, so a byte holds the sum
+    counts = np.add.reduceat(values.view(np.uint8), firsts, axis=1, dtype=np.uint8)
+    sums[who[firsts]] = counts.transpose(1, 2, 0)
     return sums[..., [0, 1, 2, 1, 1]]
 
 
@@ -75,8 +78,8 @@ class _Steps:
     only: np.ndarray  # int32[E + 1], runs on Device only
 
     def until(self, page: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns pages of each kind before `page` int32[V, K, 4], Device-only runs that begin before it, and
-        whether such a run reaches beyond it."""
+        """Returns pages of each kind before `page` int32[..., V, K, 4], Device-only runs that begin before
+        it, and whether such a run reaches beyond it."""
         at = np.arange(len(self.first), dtype=np.int64)[:, None] * self.stride + page
         index = np.searchsorted(self.key, at)
         last = np.maximum(index - 1, 0)
@@ -106,17 +109,17 @@ def _pages(
         who * stride + entries.start[rows], stride, bounds[:-1], entries.end[rows], prefix, kinds, only
     )
     cover = options.cover[..., pool]
-    kept, kept_runs, _ = steps.until(cover)
-    before, runs_before, cut = steps.until(np.minimum(options.kv_from[..., pool], cover))
+    tail = np.minimum(options.kv_from[..., pool], cover)
+    (kept, before), (kept_runs, runs_before), (_, cut) = steps.until(np.stack([cover, tail]))
     total = prefix[bounds[1:]] - prefix[bounds[:-1]]
     gone, acted = total[:, None] - kept, kept - before
     act = options.kv_action
-    demoted = np.where(act == ReplicaAction.DEMOTE, acted[..., 3], 0)
+    demoted = np.where(act == _DEMOTE, acted[..., 3], 0)
     return np.stack(
         [
-            gone[..., 0] + np.where(act >= ReplicaAction.DROP_DEVICE, acted[..., 2], 0),
+            gone[..., 0] + np.where(act >= _DROP_DEVICE, acted[..., 2], 0),
             demoted,
-            gone[..., 1] + np.where(act == ReplicaAction.DROP_HOST, acted[..., 2], 0),
+            gone[..., 1] + np.where(act == _DROP_HOST, acted[..., 2], 0),
             demoted,
             np.where(demoted > 0, kept_runs - runs_before + cut, 0),
         ],
@@ -139,8 +142,7 @@ def class_masks(
         shape: padded (V, K, C).
         absent: the code whose rows stay empty.
     """
-    # options last while filling: every entry writes one contiguous row
-    want_device, want_host = (np.zeros((shape[0], shape[2], shape[1]), bool) for _ in range(2))
+    out = np.zeros((2, shape[0], shape[1], -(-shape[2] // 32)), np.uint32)
     rows = np.flatnonzero((entries.victim >= 0) & (objects.class_of[entries.obj] >= 0))
     if len(rows):
         k = options.alive.shape[1]
@@ -148,30 +150,30 @@ def class_masks(
         item, cls = objects.item[obj], objects.class_of[obj]
         is_run = (item > 0)[:, None]
         kept, acted = image_fates(options, who, entries.bits[rows])
-        pool = np.maximum(item - 1, 0)
-        kept = np.where(is_run, entries.start[rows, None] < options.cover[who, :, pool], kept)
-        acted = np.where(is_run, entries.start[rows, None] >= options.kv_from[who, :, pool], acted)
+        pool, start = np.maximum(item - 1, 0), entries.start[rows, None]
+        kept = np.where(is_run, start < options.cover[who, :, pool], kept)
+        acted = np.where(is_run, start >= options.kv_from[who, :, pool], acted)
         act = np.where(is_run, options.kv_action[None], options.state_action[None])
         act = np.where(kept & acted, act, 0)
         device, host = objects.device[obj][:, None], objects.host[obj][:, None]
-        demoted = act == ReplicaAction.DEMOTE
-        leaves = demoted | ((act == ReplicaAction.DROP_DEVICE) & host)
-        want_device[who, cls, :k] = kept & device & ~leaves
-        want_host[who, cls, :k] = kept & ((host & ~((act == ReplicaAction.DROP_HOST) & device)) | demoted)
-        want_device[..., absent] = want_host[..., absent] = False
-    return _pack(want_device.transpose(0, 2, 1)), _pack(want_host.transpose(0, 2, 1))
+        demoted = act == _DEMOTE
+        leaves = demoted | ((act == _DROP_DEVICE) & host)
+        wants = np.empty((2, *kept.shape), bool)
+        wants[0] = kept & device & ~leaves
+        wants[1] = kept & ((host & ~((act == _DROP_HOST) & device)) | demoted)
+        wants[..., absent] = False
+        # one bit per row: the rows of one victim and word add up to that word
+        word = who.astype(np.int64) * out.shape[3] + (cls >> 5)
+        order = np.argsort(word, kind="stable")
+        firsts = np.flatnonzero(np.diff(word[order], prepend=-1))
+        bit = np.uint32(1) << (cls & 31).astype(np.uint32)
+        words = np.add.reduceat((wants * bit[:, None])[:, order], firsts, axis=1, dtype=np.uint32)
+        owner, column = np.divmod(word[order[firsts]], out.shape[3])
+        out[:, owner, :k, column] = words.transpose(1, 0, 2)
+    return out[0], out[1]
 
 
 def image_fates(options: OptionTable, who: np.ndarray, bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns bool[E, K] twice: some survivor refers to the image; the option acts on all who do."""
     alive = bits[:, None] & options.alive[who]
     return alive != 0, (alive & ~options.state_bits[who]) == 0
-
-
-def _pack(bits: np.ndarray) -> np.ndarray:
-    """Returns uint32[..., C / 32], bit c of word c // 32 = bits[..., c]."""
-    return (
-        np.packbits(np.ascontiguousarray(bits), axis=-1, bitorder="little")
-        .view("<u4")
-        .astype(np.uint32, copy=False)
-    )

@@ -155,32 +155,54 @@ def make_templates(max_checkpoints: int, max_options: int) -> tuple[Template, ..
     return tuple(distinct[:max_options])
 
 
-def survivors_of(template: Template, counts: np.ndarray, sized_drop: np.ndarray) -> np.ndarray:
-    """Returns int32[V], the alive mask of every owner; 0 where the rule means nothing for it.
+@dataclass(frozen=True, eq=False)
+class _Rules:
+    """The templates as columns, so that all owners and options are worked out at once."""
+
+    survivors: np.ndarray  # int64[K], Survivors
+    argument: np.ndarray  # int64[K]
+    state: np.ndarray  # int8[K], ReplicaAction
+    state_extent: np.ndarray  # int64[K], Extent
+    kv: np.ndarray  # int8[K], ReplicaAction
+    kv_extent: np.ndarray  # int64[K], Extent
+
+
+@lru_cache(maxsize=64)
+def template_columns(templates: tuple[Template, ...]) -> _Rules:
+    """Returns the templates' fields as arrays of K."""
+    return _Rules(
+        np.asarray([t.survivors for t in templates], np.int64),
+        np.asarray([t.argument for t in templates], np.int64),
+        np.asarray([t.state for t in templates], np.int8),
+        np.asarray([t.state_extent for t in templates], np.int64),
+        np.asarray([t.kv for t in templates], np.int8),
+        np.asarray([t.kv_extent for t in templates], np.int64),
+    )
+
+
+def survivors_of(templates: tuple[Template, ...], counts: np.ndarray, sized_drop: np.ndarray) -> np.ndarray:
+    """Returns int32[V, K], the alive mask of every owner; 0 where a rule means nothing for it.
 
     Args:
         counts: int32[V], checkpoints of each owner.
         sized_drop: int32[V], deepest checkpoints to drop for WITHOUT_DEEPEST_SIZED.
     """
-    everything = (np.int64(1) << counts.astype(np.int64)) - 1
-    j, rule = template.argument, template.survivors
-    drop = np.full_like(counts, j, dtype=np.int64)
-    if rule == Survivors.ALL:
-        alive = everything
-    elif rule == Survivors.NOBODY:
-        alive = np.zeros_like(everything)
-    elif rule == Survivors.EXACTLY:
-        alive = np.where(np.int64(j) <= everything, j, 0)
-    elif rule in (Survivors.ONLY_DEEPEST, Survivors.WITHOUT_SHALLOWEST):
-        drop = counts.astype(np.int64) - 1 if rule == Survivors.ONLY_DEEPEST else drop
-        alive = np.where(drop < counts, everything >> drop << drop, 0)
-    else:
-        if rule == Survivors.ONLY_SHALLOWEST:
-            drop = counts.astype(np.int64) - 1
-        elif rule == Survivors.WITHOUT_DEEPEST_SIZED:
-            drop = sized_drop.astype(np.int64)
-        alive = np.where(drop < counts, everything >> drop, 0)
-    return alive.astype(np.int32)
+    rules = template_columns(templates)
+    rule, j = rules.survivors, rules.argument
+    count = counts.astype(np.int64)[:, None]
+    everything = (np.int64(1) << count) - 1
+    only = (rule == int(Survivors.ONLY_DEEPEST)) | (rule == int(Survivors.ONLY_SHALLOWEST))
+    drop = np.where(only, count - 1, j)
+    sized = rule == int(Survivors.WITHOUT_DEEPEST_SIZED)
+    drop = np.where(sized, sized_drop.astype(np.int64)[:, None], drop)
+    shallow_go = (rule == int(Survivors.ONLY_DEEPEST)) | (rule == int(Survivors.WITHOUT_SHALLOWEST))
+    exactly = rule == int(Survivors.EXACTLY)
+    shift = np.minimum(np.where(exactly, 0, drop), MAX_CHECKPOINTS + 1)  # an EXACTLY mask is no shift
+    alive = np.where(drop < count, everything >> shift, 0)
+    alive = np.where(shallow_go, alive << shift, alive)
+    alive = np.where(exactly, np.where(j <= everything, j, 0), alive)
+    alive = np.where(rule == int(Survivors.ALL), everything, alive)
+    return np.where(rule == int(Survivors.NOBODY), 0, alive).astype(np.int32)
 
 
 def refines(options: OptionTable) -> np.ndarray:

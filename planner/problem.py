@@ -50,6 +50,7 @@ from ninfer_jax.planner.options import (
     Survivors,
     make_templates,
     survivors_of,
+    template_columns,
 )
 from ninfer_jax.planner.state import PhysicalState, eligible, used
 from ninfer_jax.planner.target import ABSENT, EVICT, KEEP, TargetBatch, make_targets
@@ -231,9 +232,6 @@ def _with_source(problem: Problem, codes: np.ndarray) -> np.ndarray:
     return codes
 
 
-# ---------------------------------------------------------------- holders
-
-
 # ---------------------------------------------------------------- candidates
 
 
@@ -326,19 +324,18 @@ def _source_view(
         raise ValueError(f"candidate {i}: owner {owner} is shared or protected and cannot be consumed")
     base = state.checkpoint_kv_tokens[source]
 
-    mine = entries.owner == owner
-    is_run = mine & (objects.item[entries.obj] > 0)
-    runs, start = entries.obj[is_run], entries.start[is_run]
-    item = objects.item[runs]
+    mine = np.flatnonzero(entries.owner == owner)
+    item = objects.item[entries.obj[mine]]
+    is_run, is_image = mine[item > 0], mine[item == 0]
+    runs, start, item = entries.obj[is_run], entries.start[is_run], item[item > 0]
     base_of = base[item - 1]
     need = entries.end[is_run] <= base_of // page
-    # whether an owner outside the domain holds it too; a protected source itself counts as such
-    fixed = objects.fixed_device | objects.fixed_host
     tails, rules = [-1] * pools, [TailRule.NONE] * pools
     for e in np.flatnonzero((base_of % page > 0) & (start == base_of // page)):
         obj, pool = int(runs[e]), int(item[e]) - 1
         tails[pool] = obj
-        if not consume or fixed[obj]:
+        # whether an owner outside the domain holds it too; a protected source itself counts as such
+        if not consume or objects.fixed_device[obj] or objects.fixed_host[obj]:
             rules[pool] = TailRule.COPY
         elif objects.class_of[obj] >= 0:
             rules[pool] = TailRule.BY_OTHERS
@@ -346,14 +343,14 @@ def _source_view(
             rules[pool] = TailRule.IN_PLACE
             need[e] = True
 
-    is_image = mine & (objects.item[entries.obj] == 0)
     images, bits = entries.obj[is_image], entries.bits[is_image]
     stays = surviving_checkpoints(state, source) if consume else np.ones(MAX_CHECKPOINTS + 1, bool)
     alive = sum(1 << k for k in range(len(stays)) if stays[k])
     held = (bits & np.int64(alive)) != 0
     chosen = images == state.checkpoint_image[source]
     image = int(state.checkpoint_image[source])
-    if (held & chosen).any() or fixed[image] or not may_go[owner]:
+    fixed = objects.fixed_device[image] or objects.fixed_host[image]
+    if (held & chosen).any() or fixed or not may_go[owner]:
         rule = ImageRule.FORK
     elif objects.class_of[image] >= 0:
         rule = ImageRule.BY_OTHERS
@@ -361,13 +358,14 @@ def _source_view(
         rule = ImageRule.MOVE
     moves = chosen & (rule == ImageRule.MOVE)
     kept = np.full(len(runs), not consume)
+    both = np.concatenate([runs, images])
     return SourceView(
         owner,
         consume,
-        np.concatenate([runs, images]),
+        both,
         np.concatenate([need, moves]),
-        np.concatenate([kept, held | (chosen & ~moves)]) & objects.device[np.concatenate([runs, images])],
-        np.concatenate([kept, held]) & objects.host[np.concatenate([runs, images])],
+        np.concatenate([kept, held | (chosen & ~moves)]) & objects.device[both],
+        np.concatenate([kept, held]) & objects.host[both],
         tuple(tails),
         tuple(rules),
         image,
@@ -420,7 +418,7 @@ def _make_options(
     objects: Objects,
 ) -> OptionTable:
     pools, page = state.capacity.num_pools, state.capacity.page_tokens
-    v, k = len(victims), len(templates)
+    v = len(victims)
     m = int(counts[victims].max(initial=1))
     count = counts[victims]
     # pages[v, r, n]: pages of pool n that the checkpoints up to rank r need
@@ -440,30 +438,21 @@ def _make_options(
     tails = _tail_starts(v, pools, reach[:, -1], (large, small), entries, objects)
     drop = _sized_drop(v, m, pools, count, reach, large, int(free_state), entries, objects)
 
-    alive = np.stack([survivors_of(t, count, drop) for t in templates], 1)
+    rules = template_columns(templates)
+    alive = survivors_of(templates, count, drop)
     alive[:, ABSENT] = 0
     # coverage is the longest one that any surviving checkpoint needs; ranks follow the frontier, but a typed
     # frontier of a shallower checkpoint may still be the longer one
-    cover = np.zeros((v, k, pools), np.int32)
-    for r in range(m):
-        has = (alive >> r & 1).astype(bool)
-        cover = np.where(has[..., None], np.maximum(cover, pages[:, None, r + 1]), cover)
-    state_action = np.asarray([t.state for t in templates], np.int8)
-    kv_action = np.asarray([t.kv for t in templates], np.int8)
+    has = (alive[:, :, None] >> np.arange(m, dtype=np.int32)) & 1
+    cover = (has[..., None] * pages[:, None, 1:]).max(2, initial=0)
     first = np.int32((1 << max(int(free_state), 1)) - 1 if int(free_state) < MAX_CHECKPOINTS else -1)
-    state_bits = np.stack(
-        [np.full(v, -1 if t.state_extent == 0 else first, np.int32) for t in templates], 1
-    ).astype(np.int32)
-    kv_from = np.stack(
-        [
-            np.zeros((v, pools), np.int32) if t.kv_extent == 0 else tails[int(t.kv_extent) - 1]
-            for t in templates
-        ],
-        1,
-    )
-    valid = (alive != 0) | np.asarray([t.survivors == Survivors.NOBODY for t in templates])[None]
+    state_bits = np.tile(np.where(rules.state_extent == 0, np.int32(-1), first), (v, 1))
+    starts = np.stack([np.zeros((v, pools), np.int32), *tails], 1)
+    valid = (alive != 0) | (rules.survivors == int(Survivors.NOBODY))
     valid[:, ABSENT] = False
-    return OptionTable(templates, alive, state_action, state_bits, kv_action, kv_from, cover, valid)
+    return OptionTable(
+        templates, alive, rules.state, state_bits, rules.kv, starts[:, rules.kv_extent], cover, valid
+    )
 
 
 def _tail_starts(
@@ -570,15 +559,17 @@ def _make_tables(
     contributions[:, ABSENT] = 0
     device_mask, host_mask = class_masks(options, entries, objects, (vp, kp, cp), ABSENT)
 
-    effect = np.concatenate(
-        [contributions[:v, :k], device_mask[:v, :k].view(np.int32), host_mask[:v, :k].view(np.int32)], -1
-    )
-    effect = np.concatenate([effect, options.alive[..., None]], -1).astype(np.int64)
-    digest = (effect * _odd_weights(effect.shape[-1])).sum(-1)
+    words = device_mask.shape[-1]
+    effect = np.empty((v, k, contributions.shape[-1] + 2 * words + 1), np.int64)
+    effect[..., : -2 * words - 1] = contributions[:v, :k]
+    effect[..., -2 * words - 1 : -words - 1] = device_mask[:v, :k]
+    effect[..., -words - 1 : -1] = host_mask[:v, :k]
+    effect[..., -1] = options.alive
+    digest = effect @ _odd_weights(effect.shape[-1])
     same = digest[:, :, None] == digest[:, None, :]
+    same &= np.tri(k, k, -1, dtype=bool) & options.valid[:, None, :]
     same[:, ABSENT] = same[:, :, ABSENT] = False
-    earlier = same & np.tril(np.ones((k, k), bool), -1)[None] & options.valid[:, None, :]
-    valid = options.valid & ~earlier.any(-1)
+    valid = options.valid & ~same.any(-1)
 
     units = np.zeros((cp, items), np.int32)
     units[np.arange(c), objects.item[shared]] = objects.size[shared]
