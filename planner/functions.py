@@ -7,6 +7,7 @@ between calls except the problem's own tables, so dropping the object ends the p
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from ninfer_jax.planner.outcomes import OutcomeTables, checkpoint_outcomes, make_outcome_tables
@@ -29,10 +30,18 @@ class PhysicalFunctions:
     """
 
     problem: Problem
-    outcome_tables: OutcomeTables
-    successor_tables: SuccessorTables
     device_tables: Tables | None
     compiled: bool
+
+    @cached_property
+    def outcome_tables(self) -> OutcomeTables:
+        """Returns the tables of `outcomes`, made on first use: a round without pressure needs none."""
+        return make_outcome_tables(self.problem)
+
+    @cached_property
+    def successor_tables(self) -> SuccessorTables:
+        """Returns the tables of `successors`, made on first use."""
+        return make_successor_tables(self.problem)
 
     def assess(self, targets: TargetBatch, /) -> Assessment:
         """Returns one row per target (Protocol `Assess`)."""
@@ -65,6 +74,4 @@ def physical_functions(
     problem: Problem, *, device_tables: Tables | None = None, compiled: bool = False
 ) -> PhysicalFunctions:
     """Returns the callables of one planning session."""
-    return PhysicalFunctions(
-        problem, make_outcome_tables(problem), make_successor_tables(problem), device_tables, compiled
-    )
+    return PhysicalFunctions(problem, device_tables, compiled)

@@ -226,7 +226,7 @@ def search_case(case: Case, budget: Budget | None = None) -> SearchResult:
     """Returns what the planner finds."""
     problem = case.problem
     functions = physical_functions(problem)
-    round_ = search_round(problem, functions, case.recency)
+    round_ = search_round(problem, case.recency)
     return search_materialization(
         round_,
         SearchFunctions(

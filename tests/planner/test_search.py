@@ -44,7 +44,7 @@ class Round:
         physical = physical_functions(self.problem, compiled=compiled)
         value = make_value(self.problem, make_facts(self.problem, **facts), model)
         self.calls, self.now_ns, self.ns_per_assess = [], 0, 0
-        self.round = search_round(self.problem, physical, recency)
+        self.round = search_round(self.problem, recency)
         self.functions = SearchFunctions(
             self._assess(physical.assess),
             self._log("confirm", physical.confirm),
