@@ -6,9 +6,12 @@ of a round survives it except the returned values (G-12).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from ninfer_jax.planner.candidate import Candidate, RequestWork, root_candidate
+from ninfer_jax.planner.capacity import PhysicalCapacity
 from ninfer_jax.planner.cost import MachineCostModel, batch_ns
 from ninfer_jax.planner.extents import Blocked
 from ninfer_jax.planner.functions import PhysicalFunctions, physical_functions
@@ -31,6 +34,7 @@ from ninfer_jax.planner.search import (
     search_materialization,
 )
 from ninfer_jax.planner.search_types import Adoptable, Budget, Clock
+from ninfer_jax.planner.shared_capture import CaptureScenario, NetGain
 from ninfer_jax.planner.target import KEEP
 from ninfer_jax.planner.transition import seal
 
@@ -177,6 +181,43 @@ def search_round(problem: Problem, recency: np.ndarray | None = None) -> SearchR
         recency,
         preserve_code(problem),
         problem.num_options,
+    )
+
+
+def capture_candidate(capacity: PhysicalCapacity, kv_tokens: Sequence[int]) -> Candidate:
+    """Returns what a shared capture into Device memory needs, as a candidate without source (K-5).
+
+    One state image, and one page of every pool whose frontier is not page aligned.
+
+    Args:
+        kv_tokens: typed frontier of the active sequence in each pool.
+    """
+    page = capacity.page_tokens
+    copies = tuple(page if tokens % page else 0 for tokens in kv_tokens)
+    return root_candidate(RequestWork(1, copies, page))
+
+
+def capture_scenario(
+    problem: Problem,
+    net_gain: NetGain,
+    *,
+    adoptable: Adoptable,
+    may_degrade: bool = True,
+    functions: PhysicalFunctions | None = None,
+) -> CaptureScenario:
+    """Returns one scenario of `plan_shared_capture` over a problem made for `capture_candidate`."""
+    functions = functions or physical_functions(problem)
+    return CaptureScenario(
+        identity_targets(problem),
+        maximal_targets(problem),
+        problem.tables.capacity,
+        problem.num_options,
+        functions.assess,
+        functions.confirm,
+        functions.successors,
+        net_gain,
+        adoptable,
+        may_degrade,
     )
 
 

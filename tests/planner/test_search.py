@@ -1,10 +1,13 @@
 """The search under its scenario ids: identities, incumbents, ladder and licence, budgets, ties."""
 
+import ast
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from ninfer_jax.planner import allowance, search, search_model
 from ninfer_jax.planner.allowance import StopReason
 from ninfer_jax.planner.candidate import Candidate, Disposition, make_request, root_candidate
 from ninfer_jax.planner.capacity import make_capacity
@@ -110,6 +113,15 @@ def full_machine(sizes, *, free=0, kinds=None, **host):
 
 def root_of(pages):
     return [root_candidate(make_request(64 * pages, 0))]
+
+
+def test_the_search_knows_only_what_it_is_given():  # design 3.4
+    for module in (search, search_model, allowance):
+        names = set()
+        for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("ninfer_jax"):
+                names.add(node.module.rsplit(".", 1)[1])
+        assert names <= {"allowance", "cost", "search_model", "search_types", "target"}
 
 
 # ---------------------------------------------------------------- identities and incumbents
