@@ -62,7 +62,7 @@ def checked_seconds(name: str, got: object) -> float:
     Raises:
         OptionError: if it is no number, not above zero, or beyond ``MAX_SECONDS``.
     """
-    is_number = isinstance(got, int | float) and not isinstance(got, bool)
-    if not is_number or not 0 < got <= MAX_SECONDS:  # NaN fails both comparisons
+    if isinstance(got, bool) or not isinstance(got, int | float) or not 0 < got <= MAX_SECONDS:
+        # NaN fails both comparisons
         raise OptionError(f"{name}: got {got!r}, expected seconds above 0 and at most {MAX_SECONDS}")
     return float(got)
