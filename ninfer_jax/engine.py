@@ -26,7 +26,6 @@ from ninfer_jax.options import EngineOptions, ResolvedOptions
 from ninfer_jax.outstanding import OutstandingGate, OutstandingSlot
 from ninfer_jax.parts import EngineParts, ModelFacts
 from ninfer_jax.prepare import PromptOptions, prepare_request
-from ninfer_jax.program.memory_table import format_bytes
 from ninfer_jax.progress import progress_bar
 from ninfer_jax.prompts import Messages, Prompt, is_messages, one_or_many
 from ninfer_jax.request import HintArguments, Request, RequestId
@@ -418,27 +417,13 @@ def plan_memory(path: str | Path, *, options: EngineOptions | None = None, **cha
     """Returns what an engine with these options would allocate, without reading weights.
 
     Returns:
-        Plain data: ``rows`` of name, bytes and detail, ``planned_bytes``, ``free_bytes``, ``headroom_bytes``.
+        Plain data: ``MemoryTable.as_dict``, nothing allocated yet.
     Raises:
         OptionError, ValueError: as ``Engine.from_pretrained``.
     """
     from ninfer_jax.assembly import draw_up
 
-    memory = draw_up(path, options, changes).sizing.memory
-    rows = [
-        {
-            "name": row.axis,
-            "bytes": row.planned_bytes,
-            "detail": f"{row.num_units} x {row.unit} of {format_bytes(row.unit_bytes)}",
-        }
-        for row in memory.rows
-    ]
-    return {
-        "rows": rows,
-        "planned_bytes": memory.planned_bytes,
-        "free_bytes": memory.free_bytes,
-        "headroom_bytes": memory.headroom_bytes,
-    }
+    return draw_up(path, options, changes).sizing.memory.as_dict()
 
 
 def _shut_down(inbox: Inbox, worker: Worker, thread: threading.Thread | None) -> None:

@@ -1,4 +1,4 @@
-"""The NinferError family. Expected outcomes are values elsewhere; only mistakes and broken contracts raise."""
+"""The NinferError family: mistakes and broken contracts raise, expected outcomes are values elsewhere."""
 
 from __future__ import annotations
 

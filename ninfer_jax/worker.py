@@ -393,7 +393,8 @@ class Worker:
     def _recover(self, fault: BaseException) -> None:
         """Clears all device work, fails what it touched, keeps the untouched queue (Q-7)."""
         self._counters.faults += 1
-        self._faults_in_a_row += 1
+        if isinstance(fault, Exception):  # an interrupt is somebody's wish, not a sign of a sick host
+            self._faults_in_a_row += 1
         broken_contract = isinstance(fault, (InvariantError, StaleHandleError, ContractError))
         if broken_contract or self._faults_in_a_row >= MAX_FAULTS_IN_A_ROW:
             logger.error("engine-wide failure", exc_info=fault)

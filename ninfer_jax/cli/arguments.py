@@ -9,6 +9,8 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
+from ninfer_jax.errors import OptionError
+
 if TYPE_CHECKING:
     from ninfer_jax.engine import Engine
     from ninfer_jax.sampling_params import SamplingParams
@@ -70,7 +72,7 @@ def parse_kv_capacity(text: str | None) -> int | str | None:
     if text is None or text == "auto":
         return text
     if not text.isdigit():
-        raise ValueError(f"--kv-capacity: got {text!r}, expected a number of tokens or 'auto'")
+        raise OptionError(f"--kv-capacity: got {text!r}, expected a number of tokens or 'auto'")
     return int(text)
 
 

@@ -106,11 +106,10 @@ def print_report(report: dict[str, Any]) -> None:
     console.print(table)
     if report["fit"] is not None:
         fit = Table(title="what would be allocated")
-        fit.add_column("axis")
-        fit.add_column("bytes", justify="right")
-        fit.add_column("detail")
-        for row in report["fit"]["rows"]:
-            fit.add_row(row["name"], f"{row['bytes']:,}", row["detail"])
+        for column in ("axis", "units", "each", "bytes"):
+            fit.add_column(column, justify="left" if column == "axis" else "right")
+        for axis, row in report["fit"]["axes"].items():
+            fit.add_row(axis, f"{row['units']:,}", f"{row['unit_bytes']:,}", f"{row['planned_bytes']:,}")
         console.print(fit)
     for problem in report["problems"]:
         console.print(f"[red]problem:[/red] {problem}")

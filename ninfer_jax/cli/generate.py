@@ -13,6 +13,7 @@ from ninfer_jax.cli.arguments import (
     print_json,
     sampling_from,
 )
+from ninfer_jax.errors import OptionError
 
 
 def add_parser(verbs: argparse._SubParsersAction) -> None:
@@ -57,9 +58,9 @@ def read_prompts(args: argparse.Namespace) -> list[str | list[int]]:
     texts = args.prompts or ([] if prompts else ["-"])
     prompts.extend(sys.stdin.read().rstrip("\n") if text == "-" else text for text in texts)
     if args.chat and any(not isinstance(prompt, str) for prompt in prompts):
-        raise ValueError("--token-ids cannot be combined with --chat: a template needs text")
+        raise OptionError("--token-ids cannot be combined with --chat: a template needs text")
     if args.system is not None and not args.chat:
-        raise ValueError("--system needs --chat: a raw prompt has no messages")
+        raise OptionError("--system needs --chat: a raw prompt has no messages")
     return prompts
 
 
@@ -67,7 +68,7 @@ def parse_token_ids(text: str) -> list[int]:
     """Returns the ids of '12,7,99' or '12 7 99'."""
     pieces = text.replace(",", " ").split()
     if not pieces or not all(piece.isdigit() for piece in pieces):
-        raise ValueError(f"--token-ids: got {text!r}, expected non-negative integers such as 12,7,99")
+        raise OptionError(f"--token-ids: got {text!r}, expected non-negative integers such as 12,7,99")
     return [int(piece) for piece in pieces]
 
 

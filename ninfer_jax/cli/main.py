@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ninfer_jax.cli import bench, chat, demo, doctor, generate
+from ninfer_jax.cli import bench, chat, demo, doctor, generate, plan
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -24,7 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="ninfer-jax", description="Inference for Qwen3.5 hybrid models that plans what context to keep."
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb in (demo, generate, chat, doctor, bench):
+    for verb in (demo, generate, chat, doctor, plan, bench):
         verb.add_parser(verbs)
     return parser
 
@@ -45,21 +45,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output went away (`| head`): point stdout elsewhere, so the exit flush is silent.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
-    except (ValueError, OSError) as mistake:
-        print(f"ninfer-jax {args.verb}: {one_line(mistake)}", file=sys.stderr)
-        return EXIT_USAGE
     except Exception as failure:
-        if not is_expected(failure):
+        code = exit_code_of(failure)
+        if code is None:
             raise
         print(f"ninfer-jax {args.verb}: {one_line(failure)}", file=sys.stderr)
-        return EXIT_USAGE
+        return code
 
 
-def is_expected(failure: Exception) -> bool:
-    """True for errors this package raises on purpose; anything else is a defect and keeps its traceback."""
-    from ninfer_jax.errors import NinferError
+def exit_code_of(failure: Exception) -> int | None:
+    """Returns 2 for the caller's mistakes, 1 for an engine that could not go on, None for a defect.
 
-    return isinstance(failure, NinferError)
+    A defect keeps its traceback: a message without one would hide where to look.
+    """
+    from ninfer_jax.errors import EngineClosedError, NinferError, RequestError, RequestErrorKind
+    from ninfer_jax.model.errors import CheckpointError
+
+    if isinstance(failure, EngineClosedError):
+        return EXIT_FAILED
+    if isinstance(failure, RequestError):
+        return EXIT_USAGE if failure.kind is RequestErrorKind.CONTEXT_LENGTH_EXCEEDED else EXIT_FAILED
+    return EXIT_USAGE if isinstance(failure, NinferError | CheckpointError | OSError) else None
 
 
 def one_line(failure: BaseException) -> str:

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from ninfer_jax.cli.main import main, one_line
+from ninfer_jax.cli.main import exit_code_of, main, one_line
+from ninfer_jax.errors import EngineClosedError, OptionError, RequestError, RequestErrorKind
 
 SMALL = ["--max-context", "256", "--concurrency", "2", "--prefill-chunk", "64"]
 
@@ -80,7 +81,8 @@ def test_doctor_reports_what_would_fit(capsys):
     code, out, _ = run(capsys, "doctor", *SMALL, "--json")
     report = json.loads(out)
     assert code == 0 and report["problems"] == [] and report["packages"]["jax"]
-    assert report["fit"]["planned_bytes"] == sum(row["bytes"] for row in report["fit"]["rows"]) > 0
+    axes = report["fit"]["axes"].values()
+    assert report["fit"]["planned_bytes"] == sum(axis["planned_bytes"] for axis in axes) > 0
     code, out, _ = run(capsys, "doctor", *SMALL)
     assert code == 0 and "what would be allocated" in out
 
@@ -111,6 +113,21 @@ def test_a_closed_pipe_is_no_error():
     script = f"{sys.executable} -m ninfer_jax.cli.main doctor --json | head -c 1"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
     assert done.stdout == "{" and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [
+        (OptionError("x"), 2),
+        (FileNotFoundError(2, "no", "/x"), 2),
+        (RequestError(RequestErrorKind.CONTEXT_LENGTH_EXCEEDED, "x"), 2),
+        (RequestError(RequestErrorKind.FAULT, "x"), 1),
+        (EngineClosedError("x"), 1),
+        (ValueError("a defect"), None),
+    ],
+)
+def test_mistakes_failures_and_defects_differ(failure, code):
+    assert exit_code_of(failure) == code
 
 
 def test_one_line_keeps_the_file_name_of_an_os_error():
