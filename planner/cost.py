@@ -26,7 +26,7 @@ Q32: Final = 2**32
 SCHEMA_VERSION: Final = 1
 ARTIFACT_TYPE: Final = "ninfer-jax-context-cost-presets"
 
-_EXACT_FLOAT: Final = float(2**62)  # below this a float64 sum proves that the int64 sum did not overflow
+EXACT_FLOAT: Final = float(2**62)  # below this a float64 sum proves that the int64 sum did not overflow
 
 
 # ---------------------------------------------------------------- arithmetic
@@ -53,7 +53,7 @@ def saturating_sum(a: np.ndarray, b: np.ndarray | int) -> np.ndarray:
 
 def saturating_product(a: np.ndarray, b: np.ndarray | int) -> np.ndarray:
     """Returns int64 ``a * b`` cut at SATURATED; both non-negative."""
-    exact = np.multiply(a, b, dtype=np.float64) < _EXACT_FLOAT
+    exact = np.multiply(a, b, dtype=np.float64) < EXACT_FLOAT
     if np.all(exact):
         return np.multiply(a, b, dtype=np.int64)
     bound = SATURATED // np.maximum(b, 1)
@@ -62,7 +62,7 @@ def saturating_product(a: np.ndarray, b: np.ndarray | int) -> np.ndarray:
 
 def saturating_total(a: np.ndarray, axis: int) -> np.ndarray:
     """Returns int64 sums over `axis`, cut at SATURATED; entries non-negative."""
-    if a.shape[axis] == 0 or float(a.max(initial=0)) * a.shape[axis] < _EXACT_FLOAT:
+    if a.shape[axis] == 0 or float(a.max(initial=0)) * a.shape[axis] < EXACT_FLOAT:
         return a.sum(axis, dtype=np.int64)
     exact = np.asarray(a.astype(object).sum(axis), object)  # 0-d for a vector
     return np.asarray([min(int(x), SATURATED) for x in exact.ravel()], np.int64).reshape(exact.shape)
@@ -71,7 +71,7 @@ def saturating_total(a: np.ndarray, axis: int) -> np.ndarray:
 def scale_array(rate_q32: int, amount: np.ndarray) -> np.ndarray:
     """Returns `scale` of every element of an int64 array."""
     whole, part = divmod(rate_q32, Q32)
-    if (whole + 1.0) * float(amount.max(initial=0)) >= _EXACT_FLOAT:
+    if (whole + 1.0) * float(amount.max(initial=0)) >= EXACT_FLOAT:
         flat = [scale(rate_q32, int(a)) for a in amount.ravel()]
         return np.asarray(flat, np.int64).reshape(amount.shape)
     low = (amount & (Q32 - 1)).astype(np.uint64) * np.uint64(part)  # below 2**64

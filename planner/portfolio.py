@@ -23,6 +23,7 @@ from typing import Final
 import numpy as np
 from ninfer_jax.planner.candidate import remaining_prefill
 from ninfer_jax.planner.cost import (
+    EXACT_FLOAT,
     SATURATED,
     MachineCostModel,
     batch_ns_array,
@@ -184,6 +185,9 @@ class _Static:
     interval: np.ndarray  # int64[U, M, M], prefill from checkpoint j to i; SATURATED unless j is below i
     tail_ops: np.ndarray  # int64[Q]
     tail_bytes: np.ndarray  # int64[Q]
+    owner_of: np.ndarray  # int32[V], row among U of each victim
+    has_record: np.ndarray  # bool[V]
+    is_crowded: bool  # some record matches several owners
     victim: np.ndarray  # int32[U + 1], column of the extended codes; V for owners outside of the domain
     weights: np.ndarray  # int64[U]
     credited: np.ndarray  # int32[X], rows among U
@@ -194,7 +198,23 @@ class _Static:
     new_credit: int
     record_starts: np.ndarray  # int32[G]
     record_count: np.ndarray  # int64[G], how many records are alike
-    image_class: np.ndarray  # int32[Q]
+
+
+@dataclass(frozen=True, eq=False)
+class _Codes:
+    """Option codes, and the places where something is degraded."""
+
+    all: np.ndarray  # int32[B, V], ABSENT read as KEEP
+    rows: np.ndarray  # int64[n], target
+    owners: np.ndarray  # int64[n], victim
+    codes: np.ndarray  # int32[n]
+    starts: np.ndarray  # int64[B + 1], where each target's places begin
+
+
+def _make_codes(codes: np.ndarray) -> _Codes:
+    rows, owners = np.nonzero(codes)
+    starts = np.searchsorted(rows, np.arange(len(codes) + 1))
+    return _Codes(codes, rows, owners, codes[rows, owners], starts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,6 +244,8 @@ class PortfolioValue:
     prefill: np.ndarray  # int64[D], remaining prefill of each candidate
     patterns: dict[tuple[int, bytes], _Pattern] = field(default_factory=dict)
     identities: dict[int, _Identity] = field(default_factory=dict)
+    identity_host_only: dict[int, np.ndarray] = field(default_factory=dict)
+    savings: dict[bytes, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
     @cached_property
     def outcome(self) -> OutcomeTables:
@@ -233,7 +255,7 @@ class PortfolioValue:
     @cached_property
     def static(self) -> _Static:
         """Returns the placement-free facts; made when the first degraded target is priced."""
-        return _make_static(self.problem, self.outcome, self.facts, self.model, self.new)
+        return _make_static(self.problem, self.facts, self.model, self.new)
 
     def __call__(self, targets: TargetBatch, assessment: Assessment, /) -> np.ndarray:
         """Returns int64[B], J of every target, saturated (O-9)."""
@@ -263,13 +285,13 @@ class PortfolioValue:
 
     def public_value(self, targets: TargetBatch, /) -> np.ndarray:
         """Returns int64[B], PublicValue of each end state (O-6)."""
-        return self._fold(targets, lambda which, pattern, code: self._public(pattern, code))
+        return self._fold(targets, lambda which, pattern, codes: self._public(pattern, codes))
 
     def private_losses(self, targets: TargetBatch, /) -> np.ndarray:
         """Returns int64[B], the summed PrivateLoss against each candidate's identity state (O-7)."""
 
-        def private(which: int, pattern: _Pattern, code: np.ndarray) -> np.ndarray:
-            return saturating_total(_gather(pattern.private, self._owner_codes(code)), -1)
+        def private(which: int, pattern: _Pattern, codes: _Codes) -> np.ndarray:
+            return self._owner_sum(pattern.private, codes)
 
         return self._fold(targets, private)
 
@@ -277,9 +299,9 @@ class PortfolioValue:
         """Returns the PrivateLoss of every owner that has one in a batch of one target."""
         seen: list[np.ndarray] = []
 
-        def each(which: int, pattern: _Pattern, code: np.ndarray) -> np.ndarray:
-            seen.append(_gather(pattern.private, self._owner_codes(code))[0])
-            return np.zeros(len(code), np.int64)
+        def each(which: int, pattern: _Pattern, codes: _Codes) -> np.ndarray:
+            seen.append(_gather(pattern.private, self._owner_codes(codes))[0])
+            return np.zeros(len(codes.all), np.int64)
 
         self._fold(target, each)
         return {int(o): int(x) for o, x in zip(self.static.owners, seen[0], strict=True) if x}
@@ -287,10 +309,9 @@ class PortfolioValue:
     def tie_break(self, targets: TargetBatch, assessment: Assessment, /) -> np.ndarray:
         """Returns int64[B, 11], what decides among equal J, small wins; the codes come last (O-12)."""
 
-        def hits(which: int, pattern: _Pattern, code: np.ndarray) -> np.ndarray:
-            codes = self._owner_codes(code)
-            count = saturating_total(_gather(pattern.affected_hits, codes), -1)
-            newest = _gather(pattern.affected_epoch, codes).max(-1, initial=0)
+        def hits(which: int, pattern: _Pattern, codes: _Codes) -> np.ndarray:
+            count = self._owner_sum(pattern.affected_hits, codes)
+            newest = _gather(pattern.affected_epoch, self._owner_codes(codes)).max(-1, initial=0)
             return np.stack([count, newest], -1)
 
         touched = self._fold(targets, hits, width=2)
@@ -320,117 +341,186 @@ class PortfolioValue:
     def _fold(
         self,
         targets: TargetBatch,
-        rule: Callable[[int, _Pattern, np.ndarray], np.ndarray],
+        rule: Callable[[int, _Pattern, _Codes], np.ndarray],
         width: int | None = None,
     ) -> np.ndarray:
         """Applies `rule` to each group of targets that share candidate and pattern."""
-        b, v = targets.codes.shape
+        b = len(targets)
         out = np.zeros(b if width is None else (b, width), np.int64)
-        codes = np.zeros((b, self.problem.tables.contributions.shape[0]), np.int32)
-        codes[:, :v] = targets.codes
-        host_only = self._host_only(targets.candidate, codes)
-        codes[codes == ABSENT] = KEEP
-        extended = codes[:, : v + 1] if codes.shape[1] > v else np.pad(codes, ((0, 0), (0, 1)))
-        for which in np.unique(targets.candidate):
-            mine = np.flatnonzero(targets.candidate == which)
-            if host_only is None:
-                out[mine] = rule(int(which), self._pattern(int(which), None), extended[mine])
-                continue
-            packed = np.packbits(host_only[mine], axis=1)
-            kinds, kind_of = np.unique(packed, axis=0, return_inverse=True)
-            kind_of = kind_of.ravel()
-            for i in range(len(kinds)):
-                rows = mine[kind_of == i]
-                pattern = self._pattern(int(which), host_only[rows[0]])
-                out[rows] = rule(int(which), pattern, extended[rows])
+        host_only = self._host_only(targets)
+        keys = targets.candidate.astype(np.int64)
+        if host_only is not None:
+            keys = keys * len(host_only) + _equal_rows(host_only)
+        codes = np.where(targets.codes == ABSENT, KEEP, targets.codes)
+        groups = np.unique(keys)
+        for key in groups:
+            rows = np.flatnonzero(keys == key) if len(groups) > 1 else np.arange(b)
+            which = int(targets.candidate[rows[0]])
+            pattern = self._pattern(which, None if host_only is None else host_only[rows[0]])
+            out[rows] = rule(which, pattern, _make_codes(codes[rows] if len(groups) > 1 else codes))
         return out
 
-    def _host_only(self, candidate: np.ndarray, codes: np.ndarray) -> np.ndarray | None:
+    @cached_property
+    def _touches(self) -> np.ndarray:
+        """Returns bool[V, K], options that need another set of shared classes than KEEP does."""
+        tables = self.problem.tables
+        other = (tables.device_mask != tables.device_mask[:, :1]) | (
+            tables.host_mask != tables.host_mask[:, :1]
+        )
+        return other.any(-1)
+
+    def _host_only(self, targets: TargetBatch) -> np.ndarray | None:
         """Returns bool[B, C], classes that somebody keeps, but on Host only; None without classes."""
-        if not (self.problem.objects.class_of >= 0).any():
+        problem = self.problem
+        if not (problem.objects.class_of >= 0).any():
             return None
-        on_device, on_host, *_ = class_fates(np, self.problem.tables, candidate, codes)
+        v = np.arange(problem.num_victims)
+        touched = np.flatnonzero(((targets.codes > ABSENT) & self._touches[v, targets.codes]).any(-1))
+        identities = [self._identity_host_only(d) for d in range(len(problem.candidates))]
+        out = np.stack(identities)[targets.candidate]
+        if len(touched):
+            padded = np.zeros((len(touched), problem.tables.contributions.shape[0]), np.int32)
+            padded[:, : problem.num_victims] = targets.codes[touched]
+            out[touched] = self._fates(targets.candidate[touched], padded)
+        return out
+
+    def _fates(self, candidate: np.ndarray, padded: np.ndarray) -> np.ndarray:
+        on_device, on_host, *_ = class_fates(np, self.problem.tables, candidate, padded)
         return on_host & ~on_device
 
-    def _owner_codes(self, code: np.ndarray) -> np.ndarray:
-        return code[:, self.static.victim[:-1]]
+    def _identity_host_only(self, which: int) -> np.ndarray:
+        """Returns bool[C] of one candidate's identity state."""
+        if which not in self.identity_host_only:
+            code = np.zeros((1, self.problem.tables.contributions.shape[0]), np.int32)
+            row = int(self.problem.source_victim[which])
+            if row >= 0:
+                code[0, row] = ABSENT
+            self.identity_host_only[which] = self._fates(np.asarray([which]), code)[0]
+        return self.identity_host_only[which]
 
-    def _loss(self, which: int, pattern: _Pattern, code: np.ndarray) -> np.ndarray:
-        codes = self._owner_codes(code)
-        total = saturating_total(_gather(pattern.private, codes), -1)
+    def _loss(self, which: int, pattern: _Pattern, codes: _Codes) -> np.ndarray:
+        total = self._owner_sum(pattern.private, codes)
         before = self._identity(which).public
-        total = saturating_sum(total, np.maximum(before - self._public(pattern, code), 0))
+        total = saturating_sum(total, np.maximum(before - self._public(pattern, codes), 0))
         if pattern.broken.any():
-            total = np.where(_gather(pattern.broken, codes).any(-1), SATURATED, total)
+            broken = pattern.broken[np.arange(len(pattern.broken)), self._owner_codes(codes)]
+            total = np.where(broken.any(-1), SATURATED, total)
         return total
 
-    def _public(self, pattern: _Pattern, code: np.ndarray) -> np.ndarray:
+    def _owner_codes(self, codes: _Codes) -> np.ndarray:
+        """Returns int32[B, U]; owners outside of the domain keep."""
+        return np.pad(codes.all, ((0, 0), (0, 1)))[:, self.static.victim[:-1]]
+
+    def _owner_sum(self, table: np.ndarray, codes: _Codes) -> np.ndarray:
+        """Returns int64[B], the sum over owners of ``table[u, code]``; int64[U, K], non-negative.
+
+        Most owners keep, so the sum over KEEP is corrected at the few places where a code differs.
+        """
+        if float(table.max(initial=0)) * (len(codes.rows) + len(table)) >= EXACT_FLOAT:
+            return saturating_total(_gather(table, self._owner_codes(codes)), -1)
+        change = table - table[:, :1]
+        running = np.concatenate([[0], np.cumsum(change[self.static.owner_of[codes.owners], codes.codes])])
+        return table[:, KEEP].sum() + running[codes.starts[1:]] - running[codes.starts[:-1]]
+
+    def _public(self, pattern: _Pattern, codes: _Codes) -> np.ndarray:
         s = self.static
-        total = np.zeros(len(code), np.int64)
+        total = np.full(len(codes.all), s.new_credit, np.int64)
         if len(s.record):
-            each = _gather(pattern.empirical, code[:, s.victim[s.record_owner]])
-            best = np.maximum.reduceat(each, s.record_starts, axis=1)
-            total = saturating_total(saturating_product(best, s.record_count), -1)
+            keep = np.zeros((1, codes.all.shape[1]), np.int32)
+            total = saturating_sum(total, self._empirical(pattern, keep))
+            changed = np.unique(codes.rows[s.has_record[codes.owners]])
+            if len(changed):
+                base = s.new_credit
+                total[changed] = saturating_sum(self._empirical(pattern, codes.all[changed]), base)
         if len(s.credited):
-            credit = saturating_total(_gather(pattern.credit, code[:, s.victim[s.credited]]), -1)
+            extended = np.pad(codes.all, ((0, 0), (0, 1)))
+            credit = saturating_total(_gather(pattern.credit, extended[:, s.victim[s.credited]]), -1)
             total = saturating_sum(total, credit)
-        return saturating_sum(total, s.new_credit)
+        return total
+
+    def _empirical(self, pattern: _Pattern, codes: np.ndarray) -> np.ndarray:
+        s = self.static
+        each = _gather(pattern.empirical, np.pad(codes, ((0, 0), (0, 1)))[:, s.victim[s.record_owner]])
+        best = np.maximum.reduceat(each, s.record_starts, axis=1) if s.is_crowded else each
+        return saturating_total(saturating_product(best, s.record_count), -1)
 
     # ---- tables
 
     def _identity(self, which: int) -> _Identity:
         if which not in self.identities:
-            problem = self.problem
-            code = np.zeros((1, problem.tables.contributions.shape[0]), np.int32)
-            row = int(problem.source_victim[which])
-            if row >= 0:
-                code[0, row] = ABSENT
-            host_only = self._host_only(np.asarray([which]), code)
-            savings, recovery = self._savings(which, None if host_only is None else host_only[0])
+            host_only = self._identity_host_only(which)
+            savings, recovery = self._savings(which, host_only)
             base = _Identity(savings[:, :, KEEP], recovery[:, :, KEEP], np.int64(0))
             self.identities[which] = base
-            pattern = self._pattern(which, None if host_only is None else host_only[0])
-            keep = np.zeros((1, problem.num_victims + 1), np.int32)
+            pattern = self._pattern(which, host_only)
+            keep = _make_codes(np.zeros((1, self.problem.num_victims), np.int32))
             self.identities[which] = _Identity(base.savings, base.recovery, self._public(pattern, keep)[0])
         return self.identities[which]
 
     def _pattern(self, which: int, host_only: np.ndarray | None) -> _Pattern:
-        key = (which, b"" if host_only is None else np.packbits(host_only).tobytes())
+        if host_only is None:
+            host_only = self._identity_host_only(which)
+        key = (which, np.packbits(host_only).tobytes())
         if key not in self.patterns:
             base = self._identity(which)
             if key not in self.patterns:  # making the identity may have made it
                 self.patterns[key] = self._make_pattern(base, *self._savings(which, host_only))
         return self.patterns[key]
 
-    def _savings(self, which: int, host_only: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """Returns int64[U, M, K] twice: saving and recovery price; 0 and 0 where padded (O-5)."""
+    def _savings(self, which: int, host_only: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns int64[U, M, K] twice: saving and recovery price; 0 where padded (O-5).
+
+        A source touches few owners, so the candidates share one table per pattern.
+        """
+        s, outcome = self.static, self.outcome
+        key = np.packbits(host_only).tobytes()
+        if key not in self.savings:
+            self.savings[key] = self._savings_of(None, host_only, np.arange(len(s.owners)))
+        savings, recovery = self.savings[key]
+        touched = outcome.released[which] | outcome.restored[which].any(-1)
+        if touched.any():
+            owners = np.flatnonzero(np.append(touched, False)[s.index].any(1))
+            savings, recovery = savings.copy(), recovery.copy()
+            savings[owners], recovery[owners] = self._savings_of(which, host_only, owners)
+        return savings, recovery
+
+    def _savings_of(
+        self, which: int | None, host_only: np.ndarray, owners: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns int64[len(owners), M, K] twice."""
         s, outcome, problem = self.static, self.outcome, self.problem
+        index = s.index[owners]
+        rows = np.unique(index[index < len(outcome.victim)])
         sizes = problem.state.capacity.item_bytes()
         pools = problem.state.capacity.num_pools
-        alive = outcome.alive & ~outcome.released[which][:, None]
-        pages = outcome.host_pages - outcome.restored[which][:, None]
-        on_device = outcome.image_device
-        if host_only is not None:
+        alive, pages, on_device = outcome.alive[rows], outcome.host_pages[rows], outcome.image_device[rows]
+        if which is not None:
+            alive = alive & ~outcome.released[which][rows, None]
+            pages = pages - outcome.restored[which][rows, None]
+        if host_only.any():
             gone = np.append(host_only, False)
-            shared = (gone[outcome.classes][..., None] * outcome.class_pages[outcome.classes]).sum(1)
-            pages = pages + shared[:, None].astype(pages.dtype)
-            is_class = outcome.image_class < len(host_only)
-            at = np.minimum(outcome.image_class, len(host_only) - 1)
+            shared = gone[outcome.classes[rows]][..., None] * outcome.class_pages[outcome.classes[rows]]
+            pages = pages + shared.sum(1)[:, None].astype(pages.dtype)
+        is_class = outcome.image_class[rows] < len(host_only)
+        if is_class.any():
+            at = np.minimum(outcome.image_class[rows], len(host_only) - 1)
             on_device = np.where(is_class[:, None], ~host_only[at][:, None], on_device)
-        restore = (~on_device).astype(np.int64)
+        restore, fork = (~on_device).astype(np.int64), on_device.astype(np.int64)
         kv_bytes = (pages[..., :pools] * np.asarray(sizes[1:], np.int64)).sum(-1)
         t = self.model.transfer
         h2d = batch_ns_array(t.h2d, pages[..., pools] + restore, kv_bytes + restore * sizes[0])
-        fork = on_device.astype(np.int64)
-        d2d = batch_ns_array(t.d2d, s.tail_ops[:, None] + fork, s.tail_bytes[:, None] + fork * sizes[0])
-        direct = np.where(alive, saturating_sum(h2d, d2d), SATURATED)
-        padded = np.concatenate([direct, np.full((1, direct.shape[1]), SATURATED)])
-        mine = padded[s.index]  # int64[U, M, K]
+        tail_ops, tail_bytes = s.tail_ops[rows, None], s.tail_bytes[rows, None]
+        d2d = batch_ns_array(t.d2d, tail_ops + fork, tail_bytes + fork * sizes[0])
+        direct = np.full((len(outcome.victim) + 1, alive.shape[1]), SATURATED)
+        direct[rows] = np.where(alive, saturating_sum(h2d, d2d), SATURATED)
+        mine = direct[index]  # int64[owners, M, K]
         best = mine
-        if s.index.shape[1] > 1:
-            via = saturating_sum(mine[:, :, None, :], s.interval[..., None])  # from j to i
-            best = np.minimum(mine, via.min(1))
-        rebuild = s.rebuild[s.index][..., None]
+        if index.shape[1] > 1:
+            best = mine.copy()
+            for j in range(index.shape[1] - 1):  # from checkpoint j to every deeper one
+                via = saturating_sum(mine[:, j, None, :], s.interval[owners, j, j + 1 :, None])
+                np.minimum(best[:, j + 1 :], via, out=best[:, j + 1 :])
+        rebuild = s.rebuild[index][..., None]
         recovery = np.minimum(best, rebuild)
         return rebuild - recovery, recovery
 
@@ -483,11 +573,7 @@ def make_value(
 
 
 def _make_static(
-    problem: Problem,
-    outcome: OutcomeTables,
-    facts: CacheFacts,
-    model: MachineCostModel,
-    new: NewCheckpoint | None,
+    problem: Problem, facts: CacheFacts, model: MachineCostModel, new: NewCheckpoint | None
 ) -> _Static:
     state, rows = problem.state, problem.checkpoints
     q, page = len(rows), state.capacity.page_tokens
@@ -524,11 +610,13 @@ def _make_static(
     victim_of[problem.victims] = np.arange(problem.num_victims)
 
     wanted = np.zeros(facts.matches.shape[1], bool) if new is None else new.matches
-    kinds, how_often = np.unique(np.vstack([facts.matches, wanted]), axis=1, return_counts=True)
+    kinds, how_often = _equal_columns(np.vstack([facts.matches, wanted]))
     by_owner = np.vstack([kinds[:q], np.zeros(kinds.shape[1], bool)])[index]  # bool[U, M, G]
     by_owner = np.concatenate([by_owner, np.repeat(kinds[None, q:], depth, 1)])
     record, record_owner = np.nonzero(by_owner.any(1).T)
     groups, starts = np.unique(record, return_index=True)
+    owner_of = np.searchsorted(owners, problem.victims)
+    has_record = np.isin(owner_of, record_owner)
     return _Static(
         owners,
         index,
@@ -536,6 +624,9 @@ def _make_static(
         interval,
         partial.sum(1).astype(np.int64),
         (partial * sizes).sum(1),
+        owner_of,
+        has_record,
+        len(groups) < len(record),
         np.append(victim_of[owners], problem.num_victims),
         facts.weights[owners],
         np.flatnonzero(facts.credited[owners]),
@@ -546,7 +637,6 @@ def _make_static(
         new.saving_ns if new is not None and new.is_credited else 0,
         starts,
         how_often[groups].astype(np.int64),
-        outcome.image_class,
     )
 
 
@@ -584,6 +674,24 @@ def capture_gains(
         )
         gains.append(0 if gain is None else gain)
     return np.asarray(gains, np.int64)
+
+
+def _equal_rows(bits: np.ndarray) -> np.ndarray:
+    """Returns int64[B], equal numbers for equal rows of bool[B, C]; a number is some row's index."""
+    packed = np.packbits(bits, axis=1)
+    width, size = packed.shape[1], packed.tobytes()
+    first: dict[bytes, int] = {}
+    return np.asarray(
+        [first.setdefault(size[at : at + width], i) for i, at in enumerate(range(0, len(size), width))],
+        np.int64,
+    )
+
+
+def _equal_columns(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the distinct columns of bool[Q, W] and how often each occurs."""
+    kind = _equal_rows(bits.T) if bits.shape[1] else np.zeros(0, np.int64)
+    first, counts = np.unique(kind, return_counts=True)
+    return bits[:, first], counts
 
 
 def _gather(table: np.ndarray, codes: np.ndarray) -> np.ndarray:
