@@ -78,7 +78,7 @@ def _decode(kind: Any, source: Any, where: str) -> Any:
         if not isinstance(source, str) or source not in kind.__members__:
             raise ValueError(f"{where}: expected one of {', '.join(kind.__members__)}, got {_show(source)}")
         return kind[source]
-    assert dataclasses.is_dataclass(kind), f"{where}: no rule for {kind}"
+    assert isinstance(kind, type) and dataclasses.is_dataclass(kind), f"{where}: no rule for {kind}"
     if not isinstance(source, dict):
         raise ValueError(f"{where}: expected an object, got {_show(source)}")
     names = [f.name for f in dataclasses.fields(kind)]
