@@ -186,8 +186,7 @@ class _Static:
     tail_ops: np.ndarray  # int64[Q]
     tail_bytes: np.ndarray  # int64[Q]
     owner_of: np.ndarray  # int32[V], row among U of each victim
-    has_record: np.ndarray  # bool[V]
-    is_crowded: bool  # some record matches several owners
+    is_crowded: np.ndarray  # bool[V], shares a record with another owner
     victim: np.ndarray  # int32[U + 1], column of the extended codes; V for owners outside of the domain
     weights: np.ndarray  # int64[U]
     credited: np.ndarray  # int32[X], rows among U
@@ -223,6 +222,7 @@ class _Pattern:
 
     private: np.ndarray  # int64[U, K]
     empirical: np.ndarray  # int64[L, K]
+    lone_change: np.ndarray  # int64[V, K], change of the empirical value if only this owner changes
     credit: np.ndarray  # int64[X, K]
     affected_hits: np.ndarray  # int64[U, K], checkpoints with observed hits that got worse
     affected_epoch: np.ndarray  # int64[U, K], newest of their hits
@@ -347,18 +347,31 @@ class PortfolioValue:
         """Applies `rule` to each group of targets that share candidate and pattern."""
         b = len(targets)
         out = np.zeros(b if width is None else (b, width), np.int64)
-        host_only = self._host_only(targets)
+        codes = np.where(targets.codes == ABSENT, KEEP, targets.codes)
+        everything = _make_codes(codes)
+        host_only = self._host_only(targets, everything)
         keys = targets.candidate.astype(np.int64)
         if host_only is not None:
             keys = keys * len(host_only) + _equal_rows(host_only)
-        codes = np.where(targets.codes == ABSENT, KEEP, targets.codes)
         groups = np.unique(keys)
         for key in groups:
             rows = np.flatnonzero(keys == key) if len(groups) > 1 else np.arange(b)
             which = int(targets.candidate[rows[0]])
             pattern = self._pattern(which, None if host_only is None else host_only[rows[0]])
-            out[rows] = rule(which, pattern, _make_codes(codes[rows] if len(groups) > 1 else codes))
+            out[rows] = rule(which, pattern, _make_codes(codes[rows]) if len(groups) > 1 else everything)
         return out
+
+    @cached_property
+    def _least_release(self) -> int:
+        """Returns how many holders must change at least before any shared class can end up elsewhere."""
+        tables = self.problem.tables
+        c = np.arange(len(tables.class_device))
+        bits = [
+            (mask[:, KEEP][:, c // 32] >> (c % 32).astype(np.uint32)) & 1
+            for mask in (tables.device_mask, tables.host_mask)
+        ]
+        counts = np.stack([bits[0].sum(0), (bits[0] | bits[1]).sum(0)])[:, ~tables.fixed_device]
+        return int(counts[counts > 0].min(initial=len(tables.device_mask)))
 
     @cached_property
     def _touches(self) -> np.ndarray:
@@ -369,13 +382,18 @@ class PortfolioValue:
         )
         return other.any(-1)
 
-    def _host_only(self, targets: TargetBatch) -> np.ndarray | None:
-        """Returns bool[B, C], classes that somebody keeps, but on Host only; None without classes."""
+    def _host_only(self, targets: TargetBatch, codes: _Codes) -> np.ndarray | None:
+        """Returns bool[B, C], classes that somebody keeps, but on Host only; None without classes.
+
+        A class can leave the Device only when everybody who needs it there has changed.
+        """
         problem = self.problem
         if not (problem.objects.class_of >= 0).any():
             return None
-        v = np.arange(problem.num_victims)
-        touched = np.flatnonzero(((targets.codes > ABSENT) & self._touches[v, targets.codes]).any(-1))
+        releases = self._touches[codes.owners, codes.codes]
+        changed = np.bincount(codes.rows[releases], minlength=len(targets))
+        absent = (problem.source_victim >= 0)[targets.candidate]
+        touched = np.flatnonzero((changed > 0) & (changed + absent >= self._least_release))
         identities = [self._identity_host_only(d) for d in range(len(problem.candidates))]
         out = np.stack(identities)[targets.candidate]
         if len(touched):
@@ -426,22 +444,37 @@ class PortfolioValue:
         s = self.static
         total = np.full(len(codes.all), s.new_credit, np.int64)
         if len(s.record):
-            keep = np.zeros((1, codes.all.shape[1]), np.int32)
-            total = saturating_sum(total, self._empirical(pattern, keep))
-            changed = np.unique(codes.rows[s.has_record[codes.owners]])
-            if len(changed):
-                base = s.new_credit
-                total[changed] = saturating_sum(self._empirical(pattern, codes.all[changed]), base)
+            total = saturating_sum(total, self._empirical(pattern, codes))
         if len(s.credited):
             extended = np.pad(codes.all, ((0, 0), (0, 1)))
             credit = saturating_total(_gather(pattern.credit, extended[:, s.victim[s.credited]]), -1)
             total = saturating_sum(total, credit)
         return total
 
-    def _empirical(self, pattern: _Pattern, codes: np.ndarray) -> np.ndarray:
+    def _empirical(self, pattern: _Pattern, codes: _Codes) -> np.ndarray:
+        """Returns int64[B], the empirical value (O-6).
+
+        Changes of owners that share no record add up; only rows in which two of the others changed are
+        computed in full.
+        """
+        s = self.static
+        keep = np.zeros((1, codes.all.shape[1]), np.int32)
+        base = int(self._empirical_of(pattern, keep)[0])
+        if float(base) * (len(codes.rows) + 1) >= EXACT_FLOAT:
+            return self._empirical_of(pattern, codes.all)
+        change = pattern.lone_change[codes.owners, codes.codes]
+        running = np.concatenate([[0], np.cumsum(change)])
+        total = base + running[codes.starts[1:]] - running[codes.starts[:-1]]
+        entangled = np.bincount(codes.rows[s.is_crowded[codes.owners]], minlength=len(total)) > 1
+        rows = np.flatnonzero(entangled)
+        if len(rows):
+            total[rows] = self._empirical_of(pattern, codes.all[rows])
+        return total
+
+    def _empirical_of(self, pattern: _Pattern, codes: np.ndarray) -> np.ndarray:
         s = self.static
         each = _gather(pattern.empirical, np.pad(codes, ((0, 0), (0, 1)))[:, s.victim[s.record_owner]])
-        best = np.maximum.reduceat(each, s.record_starts, axis=1) if s.is_crowded else each
+        best = np.maximum.reduceat(each, s.record_starts, axis=1)
         return saturating_total(saturating_product(best, s.record_count), -1)
 
     # ---- tables
@@ -533,14 +566,33 @@ class PortfolioValue:
         hopeless = (s.rebuild == SATURATED)[s.index].any(1)[:, None] & (worse.any(1) | (lost > 0))
         new = np.full((1, *savings.shape[1:]), s.new_saving, np.int64)
         masked = np.where(s.record_mask[..., None], np.concatenate([savings, new])[s.record_owner], 0)
+        empirical = masked.max(1, initial=0)
         return _Pattern(
             saturating_product(lost, s.weights[:, None]),
-            masked.max(1, initial=0),
+            empirical,
+            self._lone_change(empirical),
             savings[s.credited].max(1, initial=0),
             (worse & (hits > 0)).sum(1),
             np.where(worse & (hits > 0), epochs, 0).max(1, initial=0),
             hopeless,
         )
+
+    def _lone_change(self, empirical: np.ndarray) -> np.ndarray:
+        """Returns int64[V, K] from int64[L, K]: every other owner keeps."""
+        s, v = self.static, self.problem.num_victims
+        out = np.zeros((v + 1, empirical.shape[1]), np.int64)
+        if len(s.record):
+            kept = empirical[:, KEEP]
+            group = np.searchsorted(s.record_starts, np.arange(len(kept)), side="right") - 1
+            best = np.maximum.reduceat(kept, s.record_starts)
+            at_best = kept == best[group]
+            alone = np.add.reduceat(at_best.astype(np.int64), s.record_starts) == 1
+            second = np.maximum.reduceat(np.where(at_best, 0, kept), s.record_starts)
+            others = np.where(at_best & alone[group], second[group], best[group])
+            after = np.maximum(others[:, None], empirical)
+            change = (after - best[group][:, None]) * s.record_count[group][:, None]
+            np.add.at(out, s.victim[s.record_owner], change)
+        return out[:v]
 
 
 @dataclass(frozen=True, eq=False)
@@ -616,7 +668,8 @@ def _make_static(
     record, record_owner = np.nonzero(by_owner.any(1).T)
     groups, starts = np.unique(record, return_index=True)
     owner_of = np.searchsorted(owners, problem.victims)
-    has_record = np.isin(owner_of, record_owner)
+    crowded = np.isin(record, groups[np.bincount(np.searchsorted(groups, record)) > 1])
+    is_crowded = np.isin(owner_of, record_owner[crowded])
     return _Static(
         owners,
         index,
@@ -625,8 +678,7 @@ def _make_static(
         partial.sum(1).astype(np.int64),
         (partial * sizes).sum(1),
         owner_of,
-        has_record,
-        len(groups) < len(record),
+        is_crowded,
         np.append(victim_of[owners], problem.num_victims),
         facts.weights[owners],
         np.flatnonzero(facts.credited[owners]),

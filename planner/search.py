@@ -354,6 +354,7 @@ class _Search:
         for candidate in order:
             yield from self._deepen(candidate)
         yield from self._refine(order)
+        yield from self._exchange()
 
     def _construct(self, candidate: _Candidate, num_left: int) -> Iterator[None]:
         """Builds pictures of the candidate from both ends and tries what they suggest.
@@ -443,7 +444,7 @@ class _Search:
         both = make_targets(picture.candidate, np.concatenate([swept.codes, suggested]))
         first = {key: i for i, key in reversed(list(enumerate(self._keys(both)))) if key not in self.seen}
         if first:
-            self._evaluate(take(both, np.sort(list(first.values()))), completion_targets)
+            self._evaluate(take(both, np.sort(list(first.values()))), completion_targets, prices_all=False)
         yield
 
     def _refine(self, order: list[_Candidate]) -> Iterator[None]:
@@ -491,20 +492,48 @@ class _Search:
             everything = make_targets(candidate.index, grid.reshape(-1, self.num_victims))
             for at in range(0, len(everything), BLOCK):
                 block = take(everything, np.arange(at, min(at + BLOCK, len(everything))))
-                self._evaluate(block, len(everything) - at)
+                self._evaluate(block, len(everything) - at, prices_all=False)
                 yield
             return
         for around in self._starts(candidate):
             yield from self._read(around, DEEP_COMBINATIONS, BLOCK, BLOCK)
 
+    def _exchange(self) -> Iterator[None]:
+        """Changes two owners of the incumbent at once, all pairs, while that helps and is affordable.
+
+        Two changes that share an object do not add up, so no picture predicts them.
+        """
+        best = None
+        while self.best is not best:
+            best = self.best
+            assert best is not None
+            candidate = self.candidates[int(best.target.candidate[0])]
+            single = self._around(best.target, candidate).codes
+            owner = (single != best.target.codes).argmax(1)
+            first, second = np.nonzero(owner[:, None] < owner[None, :])
+            if not len(first) or len(first) > self.budget.max_targets - self.num_targets:
+                return
+            pairs = single[first]
+            pairs[np.arange(len(first)), owner[second]] = single[second, owner[second]]
+            for at in range(0, len(pairs), BLOCK):
+                block = make_targets(candidate.index, pairs[at : at + BLOCK])
+                self._evaluate(block, len(pairs) - at, prices_all=False)
+                yield
+
     # ------------------------------------------------------------ budgets and the incumbent
 
     def _evaluate(
-        self, targets: TargetBatch, completion_targets: int, *, is_known: bool = True
+        self,
+        targets: TargetBatch,
+        completion_targets: int,
+        *,
+        is_known: bool = True,
+        prices_all: bool = True,
     ) -> tuple[Assessment, np.ndarray]:
         """Returns assessment and prices of optional targets, after asking every budget.
 
-        Targets beyond a count budget are cut off; the search stops after those that still fit.
+        Targets beyond a count budget are cut off; the search stops after those that still fit. Without
+        `prices_all` a target that does not fit has no price (SATURATED).
         """
         keys = self._keys(targets)
         fresh = [k not in self.seen for k in keys]
@@ -520,7 +549,12 @@ class _Search:
                 reason = None  # everything fitted after all
         before = self.clock()
         assessment = self.f.assess(targets)
-        prices = self.f.value(targets, assessment)
+        if prices_all:
+            prices = self.f.value(targets, assessment)
+        else:
+            prices = np.full(len(targets), SATURATED, np.int64)
+            rows = np.flatnonzero(assessment.fits)
+            prices[rows] = self.f.value(take(targets, rows), _rows(assessment, rows))
         self.seen.update(keys)
         self.num_targets += sum(fresh)
         self.num_cells += len(keys) * self.num_victims
