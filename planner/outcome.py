@@ -401,8 +401,9 @@ def _search_lines(s: SearchFact) -> list[str]:
         better = f", {s.num_improvements} improvements from {_ms(s.first_price_ns)}"
     fallback = "; everything evictable goes" if s.is_fallback else ""
     granted = f" of {_ms(s.granted_ns)} granted" if s.granted_ns else ""
+    stopped = f"stopped   {s.stop}: {s.stop_meaning} ({s.phase}{fallback})"
     return [
-        f"stopped   {s.stop}: {s.stop_meaning} ({s.phase}{fallback})",
+        *textwrap.wrap(stopped, LINE_WIDTH, subsequent_indent=" " * 10),
         f"effort    {s.num_targets:,} optional targets in {_ms(s.used_ns)}{granted}, "
         f"{s.renewals} extensions{better}",
     ]

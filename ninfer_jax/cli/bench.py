@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ninfer_jax.cli import bench_model
+from ninfer_jax.cli import bench_model, bench_planner
 
 
 def add_parser(verbs: argparse._SubParsersAction) -> None:
@@ -12,3 +12,4 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
     parser = verbs.add_parser("bench", help="measure speed and memory on this machine")
     subjects = parser.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
     bench_model.add_parser(subjects)
+    bench_planner.add_parser(subjects)
