@@ -46,13 +46,14 @@ from ninfer_jax.planner.search_types import (
     TieBreak,
     Value,
 )
-from ninfer_jax.planner.target import EVICT, KEEP, TargetBatch, concatenate, make_targets, take
+from ninfer_jax.planner.target import ABSENT, EVICT, KEEP, TargetBatch, concatenate, make_targets, take
 
 CORE_COMBINATIONS: Final = 2048
 DEEP_COMBINATIONS: Final = 65_536
 CORE_TARGETS: Final = 256
 MAX_ROUNDS: Final = 6
 BLOCK: Final = 1024
+MAX_ELITE_CELLS: Final = 256
 MAX_FORCED: Final = 12
 GUESSED_NS_PER_CELL: Final = 40
 
@@ -189,8 +190,14 @@ class _Candidate:
     moves: TargetBatch | None = None
     moves_assessment: Assessment | None = None
     moves_prices: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    num_seen: int = 0
+    elite: dict[tuple[int, int], Found] = field(default_factory=dict)
     refined: set[bytes] = field(default_factory=set)
     attainable: int = 0  # lowest price that is still predicted and not yet tried
+
+    def is_new(self, target: TargetBatch) -> bool:
+        """Returns whether nothing was refined around a target of this candidate yet."""
+        return target.codes.tobytes() not in self.refined
 
 
 class _Search:
@@ -350,11 +357,16 @@ class _Search:
             yield from self._construct(candidate, len(order) - n)
         self.phase = SearchPhase.REFINEMENT
         yield from self._refine(order)
+        yield from self._transfer(order)
+        yield from self._refine(order)
         self.phase = SearchPhase.EXPANSION
+        yield from self._exchange(order)
+        yield from self._refine(order)
+        yield from self._diversify(order)
         for candidate in order:
             yield from self._deepen(candidate)
         yield from self._refine(order)
-        yield from self._exchange()
+        yield from self._exchange(order)
 
     def _construct(self, candidate: _Candidate, num_left: int) -> Iterator[None]:
         """Builds pictures of the candidate from both ends and tries what they suggest.
@@ -450,23 +462,60 @@ class _Search:
     def _refine(self, order: list[_Candidate]) -> Iterator[None]:
         """Changes, adds and undoes actions of every candidate's best target until nothing gets better."""
         for candidate in order:
-            centre = None
             for _ in range(MAX_ROUNDS):
                 key, loser = self.losers[candidate.index]
-                found = loser.found
-                if key[0] or found is centre or candidate.price >= self._price():
+                if key[0] or candidate.price >= self._price() or not candidate.is_new(loser.found.target):
                     break
-                if found.target.codes.tobytes() in candidate.refined:
-                    break
-                candidate.refined.add(found.target.codes.tobytes())
-                centre = found
-                around = self._around(centre.target, candidate)
-                if not len(around):
-                    break
-                assessment, prices = self._evaluate(around, 2 * len(around))
-                yield
-                picture = self._picture(centre, around, assessment, prices)
-                yield from self._read(picture, CORE_COMBINATIONS, CORE_TARGETS, CORE_TARGETS)
+                yield from self._refine_around(candidate, loser.found)
+
+    def _refine_around(self, candidate: _Candidate, centre: Found) -> Iterator[None]:
+        """Assesses all single changes of a target and the combinations that they suggest."""
+        candidate.refined.add(centre.target.codes.tobytes())
+        around = self._around(centre.target, candidate)
+        if not len(around):
+            return
+        assessment, prices = self._evaluate(around, 2 * len(around))
+        yield
+        picture = self._picture(centre, around, assessment, prices)
+        yield from self._read(picture, CORE_COMBINATIONS, CORE_TARGETS, CORE_TARGETS)
+
+    def _diversify(self, order: list[_Candidate]) -> Iterator[None]:
+        """Refines around the best target known for every option of every owner, cheapest first.
+
+        What the incumbent's neighbourhood hides, the best target with one owner kept or gone often shows.
+        """
+        while True:
+            pool = [
+                (found.price_ns, c.index, cell)
+                for c in order
+                for cell, found in c.elite.items()
+                if c.price < self._price() and c.is_new(found.target)
+            ]
+            if not pool:
+                return
+            _, d, cell = min(pool)
+            candidate = self.candidates[d]
+            yield from self._refine_around(candidate, candidate.elite[cell])
+
+    def _keep_elite(
+        self, targets: TargetBatch, assessment: Assessment, prices: np.ndarray, can: np.ndarray
+    ) -> None:
+        """Remembers the cheapest feasible target for every (owner, option), in problems of few cells."""
+        if self.num_victims * self.round.num_options > MAX_ELITE_CELLS:
+            return
+        rows = np.flatnonzero(can)
+        for row in rows[np.argsort(prices[rows], kind="stable")].tolist():
+            elite = self.candidates[int(targets.candidate[row])].elite
+            price = int(prices[row])
+            better = [
+                cell
+                for cell in enumerate(targets.codes[row].tolist())
+                if cell not in elite or price < elite[cell].price_ns
+            ]
+            if better:
+                one = np.array([row])
+                found = Found(take(targets, one), _rows(assessment, one), price)
+                elite.update(dict.fromkeys(better, found))
 
     def _around(self, target: TargetBatch, candidate: _Candidate) -> TargetBatch:
         """Returns all single changes of a target to options that the candidate's identity may take."""
@@ -485,40 +534,65 @@ class _Search:
         picture = candidate.picture
         if picture is None:
             return
-        left = self.budget.max_targets - self.num_targets
-        if num_combinations(picture) <= left:
+        total = num_combinations(picture)
+        if total - candidate.num_seen <= self.budget.max_targets - self.num_targets:
             options = [np.flatnonzero(row) for row in picture.is_open]
-            grid = np.stack(np.meshgrid(*options, indexing="ij"), -1) if options else np.zeros(0, np.int32)
-            everything = make_targets(candidate.index, grid.reshape(-1, self.num_victims))
-            for at in range(0, len(everything), BLOCK):
-                block = take(everything, np.arange(at, min(at + BLOCK, len(everything))))
-                self._evaluate(block, len(everything) - at, prices_all=False)
-                yield
+            grid = np.stack(np.meshgrid(*options, indexing="ij"), -1).reshape(total, self.num_victims)
+            yield from self._try(make_targets(candidate.index, grid))
             return
         for around in self._starts(candidate):
             yield from self._read(around, DEEP_COMBINATIONS, BLOCK, BLOCK)
 
-    def _exchange(self) -> Iterator[None]:
-        """Changes two owners of the incumbent at once, all pairs, while that helps and is affordable.
+    def _transfer(self, order: list[_Candidate]) -> Iterator[None]:
+        """Tries the victims of each candidate's best target under every other candidate."""
+        rows = []
+        for to in order:
+            assert to.picture is not None
+            source = to.identity.codes[0] == ABSENT
+            for other in order:
+                key, loser = self.losers[other.index]
+                if other is to or key[0]:
+                    continue
+                codes = np.where(source, ABSENT, loser.found.target.codes[0])
+                freed = np.flatnonzero((codes == ABSENT) & ~source)
+                options = np.flatnonzero(to.picture.is_open[freed[0]]) if len(freed) else np.zeros(1, int)
+                for code in options:
+                    varied = codes.copy()
+                    varied[freed] = code
+                    rows.append((to.index, varied))
+        if rows:
+            which, codes = zip(*rows, strict=True)
+            yield from self._try(make_targets(np.asarray(which), np.stack(codes)))
+
+    def _exchange(self, order: list[_Candidate]) -> Iterator[None]:
+        """Changes two owners of each candidate's best target at once, all pairs, while that is affordable.
 
         Two changes that share an object do not add up, so no picture predicts them.
         """
-        best = None
-        while self.best is not best:
-            best = self.best
-            assert best is not None
-            candidate = self.candidates[int(best.target.candidate[0])]
-            single = self._around(best.target, candidate).codes
-            owner = (single != best.target.codes).argmax(1)
-            first, second = np.nonzero(owner[:, None] < owner[None, :])
-            if not len(first) or len(first) > self.budget.max_targets - self.num_targets:
-                return
-            pairs = single[first]
-            pairs[np.arange(len(first)), owner[second]] = single[second, owner[second]]
-            for at in range(0, len(pairs), BLOCK):
-                block = make_targets(candidate.index, pairs[at : at + BLOCK])
-                self._evaluate(block, len(pairs) - at, prices_all=False)
-                yield
+        for candidate in sorted(order, key=lambda c: self.losers[c.index][0]):
+            centre = None
+            while True:
+                key, loser = self.losers[candidate.index]
+                if key[0] or loser.found is centre or candidate.price >= self._price():
+                    break
+                centre = loser.found
+                codes = centre.target.codes
+                single = self._around(centre.target, candidate).codes
+                owner = (single != codes).argmax(1)
+                first, second = np.nonzero(owner[:, None] < owner[None, :])
+                if not len(first) or len(first) > self.budget.max_targets - self.num_targets:
+                    break
+                pairs = single[first]
+                pairs[np.arange(len(first)), owner[second]] = single[second, owner[second]]
+                yield from self._try(make_targets(candidate.index, pairs))
+
+    def _try(self, targets: TargetBatch) -> Iterator[None]:
+        """Assesses what was not seen yet, in blocks."""
+        first = {key: i for i, key in reversed(list(enumerate(self._keys(targets)))) if key not in self.seen}
+        rows = np.sort(np.fromiter(first.values(), np.int64, len(first)))
+        for at in range(0, len(rows), BLOCK):
+            self._evaluate(take(targets, rows[at : at + BLOCK]), len(rows) - at, prices_all=False)
+            yield
 
     # ------------------------------------------------------------ budgets and the incumbent
 
@@ -557,8 +631,11 @@ class _Search:
             prices[rows] = self.f.value(take(targets, rows), _rows(assessment, rows))
         self.seen.update(keys)
         self.num_targets += sum(fresh)
+        for d in np.unique(targets.candidate):
+            self.candidates[int(d)].num_seen += int((np.asarray(fresh) & (targets.candidate == d)).sum())
         self.num_cells += len(keys) * self.num_victims
-        self._offer(targets, assessment, prices)
+        can = self._offer(targets, assessment, prices)
+        self._keep_elite(targets, assessment, prices, can)
         self.charged_ns += self.clock() - before
         self.charged_cells += max(len(keys), 1) * max(self.num_victims, 1)
         self.ns_per_cell = self.charged_ns / self.charged_cells
