@@ -217,7 +217,9 @@ class LoadedModel:
         """
         ids = np.asarray(token_ids)
         if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
-            raise ValueError(f"token_ids is {ids.dtype}{list(ids.shape)}, expected at least one integer id")
+            raise ValueError(
+                f"token_ids is {ids.dtype}{list(ids.shape)}, expected one text: int[T] with T >= 1"
+            )
         if ids.min() < 0 or ids.max() >= self.config.vocab_size:
             raise ValueError(
                 f"token ids span {ids.min()}..{ids.max()}, expected 0..{self.config.vocab_size - 1}"

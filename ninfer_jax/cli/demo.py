@@ -6,6 +6,7 @@ Owns the script of the conversations and the page it prints; everything else is 
 from __future__ import annotations
 
 import argparse
+import textwrap
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,11 @@ CONVERSATIONS: dict[str, tuple[str, ...]] = {
         "Thank you for your help.",
     ),
 }
+INTRODUCTION = (
+    "Two people talk to the embedded model at once. It has 3 million parameters and read tales and booking\n"
+    "dialogues for an hour: what follows is real generation, but expect manner, not sense."
+)
+LINE_WIDTH = 100  # columns
 DEFAULTS = {
     "max_tokens": 90,
     "temperature": 0.4,
@@ -58,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
     with open_engine(args, max_context=2048, max_concurrency=2, prefill_chunk=256) as engine:
         startup_s = time.perf_counter() - started
         if not args.json:
-            print(f"Engine ready in {startup_s:.1f} s.\n")
+            print(f"Engine ready in {startup_s:.1f} s.")
+            print(INTRODUCTION if args.model == "demo" else "", end="\n\n", flush=True)
         talk_started = time.perf_counter()
         turns = hold(engine, sampling, None if args.json else print_turn)
         talk_s = time.perf_counter() - talk_started
@@ -104,10 +111,13 @@ def hold(engine: Engine, sampling: SamplingParams, show: Any) -> list[dict[str, 
 
 def print_turn(turn: dict[str, Any]) -> None:
     """Prints one exchange for a person."""
-    print(f"{turn['conversation']}:  {turn['user']}")
-    print(f"model: {turn['answer']}")
+    for speaker, text in ((turn["conversation"], turn["user"]), ("model", turn["answer"])):
+        label = f"{speaker + ':':<7}"
+        for line in text.splitlines() or [""]:
+            print(textwrap.fill(line, LINE_WIDTH, initial_indent=label, subsequent_indent=" " * len(label)))
+            label = " " * len(label)
     counts = f"{turn['prompt_tokens']} prompt + {turn['completion_tokens']} answer tokens"
-    print(f"       [{counts}, {turn['finish_reason']}]\n")
+    print(f"       [{counts}, {turn['finish_reason']}]\n", flush=True)
 
 
 def summarise(engine: Engine, turns: list[dict[str, Any]], startup_s: float, talk_s: float) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import sys
 from importlib import metadata
 from typing import Any
 
-from ninfer_jax.cli.arguments import add_engine_arguments, parse_kv_capacity, print_json
+from ninfer_jax.cli.arguments import add_engine_arguments, engine_options, print_json
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "orbax-checkpoint", "safetensors", "tokenizers", "jinja2")
 
@@ -76,15 +76,7 @@ def fit_of(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the memory table that an engine with these options would allocate."""
     from ninfer_jax.engine import plan_memory
 
-    named = {
-        "dtype": args.dtype,
-        "max_context": args.max_context,
-        "kv_capacity": parse_kv_capacity(args.kv_capacity),
-        "max_concurrency": args.concurrency,
-        "prefill_chunk": args.prefill_chunk,
-        "load_format": "dummy" if args.dummy else None,
-    }
-    return plan_memory(args.model, **{name: value for name, value in named.items() if value is not None})
+    return plan_memory(args.model, **engine_options(args))
 
 
 def print_report(report: dict[str, Any]) -> None:
