@@ -254,7 +254,7 @@ def test_bad_arguments_are_named(reference_dir, small_model):
     model = small_model("dense")
     with pytest.raises(ValueError, match=r"token ids span 0\.\.96, expected 0\.\.95"):
         model.logits([0, 96])
-    with pytest.raises(ValueError, match="at least one integer id"):
+    with pytest.raises(ValueError, match="expected one text"):
         model.logits([])
 
 
