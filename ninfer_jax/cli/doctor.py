@@ -84,6 +84,8 @@ def print_report(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from ninfer_jax.program.memory_table import format_bytes
+
     console = Console()
     table = Table(show_header=False, box=None)
     table.add_row("python", f"{report['python']}  ({report['executable']})")
@@ -97,11 +99,15 @@ def print_report(report: dict[str, Any]) -> None:
         table.add_row("host memory free", f"{report['host_available_bytes'] / 2**30:.1f} GiB")
     console.print(table)
     if report["fit"] is not None:
-        fit = Table(title="what would be allocated")
-        for column in ("axis", "units", "each", "bytes"):
-            fit.add_column(column, justify="left" if column == "axis" else "right")
+        fit = Table(title="what would be allocated", show_footer=True)
+        fit.add_column("axis", "total")
+        fit.add_column("units", justify="right")
+        fit.add_column("unit")
+        fit.add_column("each", justify="right")
+        fit.add_column("planned", format_bytes(report["fit"]["planned_bytes"]), justify="right")
         for axis, row in report["fit"]["axes"].items():
-            fit.add_row(axis, f"{row['units']:,}", f"{row['unit_bytes']:,}", f"{row['planned_bytes']:,}")
+            sizes = format_bytes(row["unit_bytes"]), format_bytes(row["planned_bytes"])
+            fit.add_row(axis, f"{row['units']:,}", row["unit"], *sizes)
         console.print(fit)
     for problem in report["problems"]:
         console.print(f"[red]problem:[/red] {problem}")
