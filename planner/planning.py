@@ -158,13 +158,13 @@ def improvable(problem: Problem) -> np.ndarray:
     )
 
 
-def preserve_code(problem: Problem) -> int:
-    """Returns the option that demotes a whole owner to Host, or KEEP if the option list has none."""
+def preserve_codes(problem: Problem) -> np.ndarray:
+    """Returns int32[V], the option that demotes a whole owner to Host; KEEP where it would change nothing."""
     everything = (Survivors.ALL, ReplicaAction.DEMOTE, ReplicaAction.DEMOTE)
     for code, t in enumerate(problem.options.templates):
         if (t.survivors, t.state, t.kv) == everything and t.state_extent == t.kv_extent == Extent.EVERYTHING:
-            return code
-    return KEEP
+            return np.where(problem.options.valid[:, code], code, KEEP).astype(np.int32)
+    return np.full(problem.num_victims, KEEP, np.int32)
 
 
 def search_round(problem: Problem, recency: np.ndarray | None = None) -> SearchRound:
@@ -178,9 +178,9 @@ def search_round(problem: Problem, recency: np.ndarray | None = None) -> SearchR
         maximal_targets(problem),
         problem.tables.capacity,
         improvable(problem),
-        recency,
-        preserve_code(problem),
+        preserve_codes(problem),
         problem.num_options,
+        recency,
     )
 
 

@@ -102,7 +102,8 @@ def _search(scenario: CaptureScenario, max_targets: int) -> SearchResult:
         scenario.maximal if scenario.may_degrade else identity,
         scenario.capacity,
         np.zeros(1, bool),
-        num_options=scenario.num_options,
+        np.full(identity.codes.shape[1], KEEP, np.int32),
+        scenario.num_options,
     )
 
     def price(targets: TargetBatch, assessment: Assessment) -> np.ndarray:

@@ -7,7 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ninfer_jax.planner import allowance, search, search_model
+from ninfer_jax.planner import (
+    allowance,
+    recency_ladder,
+    search,
+    search_model,
+    search_session,
+    search_steps,
+)
 from ninfer_jax.planner.allowance import StopReason
 from ninfer_jax.planner.candidate import Candidate, Disposition, make_request, root_candidate
 from ninfer_jax.planner.capacity import make_capacity
@@ -35,6 +42,9 @@ FREE = TransferCoefficients(0, 0, 0)
 PER_BYTE = TransferCoefficients(0, 0, Q32)
 UNIT = MachineCostModel(TransferModel(PER_BYTE, PER_BYTE, FREE), PrefillModel(0, Q32, 0, 0, 0))
 MS = 1_000_000
+KNOWN = {"allowance", "cost", "target", "recency_ladder"} | {
+    f"search_{name}" for name in ("model", "session", "steps", "types", "values")
+}
 
 
 class Round:
@@ -116,12 +126,12 @@ def root_of(pages):
 
 
 def test_the_search_knows_only_what_it_is_given():  # design 3.4
-    for module in (search, search_model, allowance):
+    for module in (search, search_model, search_session, search_steps, recency_ladder, allowance):
         names = set()
         for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
             if isinstance(node, ast.ImportFrom) and node.module.startswith("ninfer_jax"):
                 names.add(node.module.rsplit(".", 1)[1])
-        assert names <= {"allowance", "cost", "search_model", "search_types", "target"}
+        assert names <= KNOWN
 
 
 # ---------------------------------------------------------------- identities and incumbents
