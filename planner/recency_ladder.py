@@ -40,7 +40,7 @@ def climb_ladder(session: Session) -> None:
 
 
 def _rung(session: Session, oldest_first: np.ndarray, sacrificed: int) -> Found | None:
-    """Returns the best target that evicts just the oldest, or None; of the kept, the oldest may be demoted."""
+    """Returns the best target that evicts just the oldest, or None; the oldest kept ones may be demoted."""
     kept = oldest_first[sacrificed:]
     demoted = np.tri(len(kept) + 1, len(kept), -1, dtype=bool)  # row i demotes the i oldest kept ones
     codes = np.full((len(demoted), session.num_victims), KEEP, np.int32)
