@@ -6,13 +6,30 @@ import io
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 
+from ninfer_jax import Engine
+from ninfer_jax.cli import chat, generate
 from ninfer_jax.cli.main import exit_code_of, main, one_line
 from ninfer_jax.errors import EngineClosedError, OptionError, RequestError, RequestErrorKind
 
-SMALL = ["--max-context", "256", "--concurrency", "2", "--prefill-chunk", "64"]
+SMALL = ["--max-context", "256", "--concurrency", "2", "--prefill-chunk", "64"]  # the fixture's engine
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """One small engine for every verb that needs some engine: starting is tested where it is the point."""
+    with Engine.from_pretrained("demo", max_context=256, max_concurrency=2, prefill_chunk=64) as engine:
+        yield engine
+
+
+@pytest.fixture
+def started(engine, monkeypatch):
+    """Lets ``generate`` and ``chat`` find that engine already open."""
+    for verb in (chat, generate):
+        monkeypatch.setattr(verb, "open_engine", lambda args, **changes: nullcontext(engine))
 
 
 def run(capsys, *words: str) -> tuple[int, str, str]:
@@ -22,7 +39,7 @@ def run(capsys, *words: str) -> tuple[int, str, str]:
     return code, out, err
 
 
-def test_generate_prints_answers_in_the_order_of_the_prompts(capsys):
+def test_generate_prints_answers_in_the_order_of_the_prompts(started, capsys):
     code, out, _ = run(
         capsys, "generate", *SMALL, "--max-tokens", "4", "--temperature", "0", "Once", "Twice", "--json"
     )
@@ -33,7 +50,7 @@ def test_generate_prints_answers_in_the_order_of_the_prompts(capsys):
     assert both[0]["usage"]["completion_tokens"] == len(both[0]["token_ids"]) <= 4
 
 
-def test_generate_takes_token_ids_and_chat_turns(capsys):
+def test_generate_takes_token_ids_and_chat_turns(started, capsys):
     code, out, _ = run(capsys, "generate", *SMALL, "--token-ids", "5,6,7", "--max-tokens", "3", "--json")
     assert code == 0 and json.loads(out)[0]["usage"]["prompt_tokens"] == 3
     code, out, _ = run(
@@ -42,7 +59,7 @@ def test_generate_takes_token_ids_and_chat_turns(capsys):
     assert code == 0 and json.loads(out)[0]["usage"]["prompt_tokens"] > 3
 
 
-def test_generate_reads_stdin_when_no_prompt_is_given(capsys, monkeypatch):
+def test_generate_reads_stdin_when_no_prompt_is_given(started, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Once upon\n"))
     code, out, _ = run(capsys, "generate", *SMALL, "--max-tokens", "3", "--json")
     assert code == 0 and json.loads(out)[0]["usage"]["prompt_tokens"] >= 1
@@ -58,8 +75,6 @@ def test_generate_reads_stdin_when_no_prompt_is_given(capsys, monkeypatch):
         (["generate", "--token-ids", "1", "--chat"], "--chat"),
         (["generate", "--system", "s", "x"], "--system"),
         (["generate", "--temperature", "-1", "x"], "temperature"),
-        (["generate", *SMALL, "--token-ids", "999999"], "999999"),
-        (["generate", *SMALL, "word " * 400], "256"),
         (["doctor", "--model", "/nowhere"], "/nowhere"),
         (["demo", "--max-context", "0"], "max_context"),
     ],
@@ -68,6 +83,17 @@ def test_mistakes_are_one_clear_line_and_exit_code_2(capsys, words, said):
     code, out, err = run(capsys, *words)
     assert code == 2 and out == ""
     assert err.count("\n") == 1 and said in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--token-ids", "999999"], "999999"), (["word " * 400], "max_context = 256")],
+    ids=["id", "long"],
+)
+def test_prompts_that_cannot_run_are_mistakes_too(started, capsys, words, said):
+    code, out, err = run(capsys, "generate", *words)
+    assert code == 2 and out == ""
+    assert err.count("\n") == 1 and said in err
 
 
 @pytest.mark.parametrize("words", [[], ["nothing"], ["bench"], ["generate", "--max-tokens", "many", "x"]])
@@ -87,7 +113,7 @@ def test_doctor_reports_what_would_fit(capsys):
     assert code == 0 and "what would be allocated" in out
 
 
-def test_chat_holds_a_conversation_over_a_pipe(capsys, monkeypatch):
+def test_chat_holds_a_conversation_over_a_pipe(started, capsys, monkeypatch):
     turns = "/regenerate\nHello there\n/regenerate\n/unknown\n\n/reset\nHow are you?\n/quit\nnever read\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(turns))
     code, out, err = run(capsys, "chat", *SMALL, "--max-tokens", "5", "--seed", "3")
