@@ -35,42 +35,67 @@ LoadFormat = Literal["auto", "dummy"]
 class ContextCacheOptions:
     """What inactive context an engine may keep. None means the default that ``resolve`` fills in.
 
-    The three switches are recorded now and take effect with the parts they steer; without them nothing is
+    The last three are recorded now and take effect with the parts they steer; without them nothing is
     weaker: a reservation is never smaller than A-1 asks.
+
+    Args:
+        enabled: False keeps nothing: every request starts from root (F-4).
+        device_state_slots: H, beside the C that active requests own; default C.
+        host_state_slots: complete state images on the host; default 8.
+        host_kv_capacity_bytes: of one arena; default 1 GiB on CPU, 8 GiB on GPU.
+        max_private_continuations: P, at least C; default max(2C, 8).
+        max_shared_prefixes: S; default max(C, 7), an explicit value is kept, 0 included.
+        max_long_anchors_per_continuation: 0 to 64; default 2.
+        endpoint_anchors: N-8; off where no long anchor may be kept.
+        recency_eviction: G-7.
+        kv_lease_growth: A-4.
     """
 
     enabled: bool = True
-    device_state_slots: int | None = None  # H, beside the C that active requests own; default C
-    host_state_slots: int | None = None  # complete StateImages on the host; default 8
-    host_kv_capacity_bytes: int | None = None  # one arena; default 1 GiB on CPU, 8 GiB on GPU
-    max_private_continuations: int | None = None  # P >= C; default max(2C, 8)
-    max_shared_prefixes: int | None = None  # S; default max(C, 7), an explicit value is kept, 0 included
-    max_long_anchors_per_continuation: int | None = None  # default 2
-    endpoint_anchors: bool = True  # N-8; off where no long anchor may be kept
-    recency_eviction: bool = False  # G-7
-    kv_lease_growth: bool = False  # A-4
+    device_state_slots: int | None = None
+    host_state_slots: int | None = None
+    host_kv_capacity_bytes: int | None = None
+    max_private_continuations: int | None = None
+    max_shared_prefixes: int | None = None
+    max_long_anchors_per_continuation: int | None = None
+    endpoint_anchors: bool = True
+    recency_eviction: bool = False
+    kv_lease_growth: bool = False
 
 
 @dataclass(frozen=True)
 class EngineOptions:
     """Options of one engine, as a caller gives them; ``resolve`` checks them and fills in the defaults.
 
-    ``max_context`` None is 8192 tokens, or the model's own limit where that is smaller; an explicit value
-    above that limit is an error. ``kv_capacity`` None and ``"auto"`` size the pool from free memory (K-9).
+    Args:
+        max_context: tokens of prompt and answer together, per request. None is 8192, or the model's own
+            limit where that is smaller; an explicit value above that limit is an error.
+        kv_capacity: tokens over all requests; None and ``"auto"`` size the pool from free memory (K-9).
+        kv_headroom_bytes: device memory that automatic sizing leaves free; default 1 GiB.
+        max_concurrency: C, 1 to 8 requests that run at once.
+        max_pending_requests: that wait behind them; one more is refused with OVERLOADED.
+        pending_timeout_s: seconds from submission to admission.
+        prefill_chunk: prompt tokens per prefill step.
+        dtype: ``"float32"`` or ``"bfloat16"``; default float32 on CPU, bfloat16 on GPU.
+        load_format: ``"auto"`` reads the weights, ``"dummy"`` draws random ones.
+        seed: of dummy weights, and of requests that sample without a seed of their own.
+        device: ``"cpu"``, ``"gpu"``, ``"gpu:1"``; default JAX's first.
+        compilation_cache_dir: default JAX's own, else one in ~/.cache; ``"off"`` names none.
+        cache: what inactive context may be kept.
     """
 
-    max_context: int | None = None  # tokens of prompt and answer together, per request
-    kv_capacity: int | Literal["auto"] | None = None  # tokens over all requests
-    kv_headroom_bytes: int | None = None  # device memory that automatic sizing leaves free; default 1 GiB
-    max_concurrency: int = 4  # C, 1..8
+    max_context: int | None = None
+    kv_capacity: int | Literal["auto"] | None = None
+    kv_headroom_bytes: int | None = None
+    max_concurrency: int = 4
     max_pending_requests: int = 16
-    pending_timeout_s: float = 600.0  # from submission to admission
-    prefill_chunk: int = 1024  # tokens
-    dtype: DType | None = None  # default: float32 on CPU, bfloat16 on GPU
+    pending_timeout_s: float = 600.0
+    prefill_chunk: int = 1024
+    dtype: DType | None = None
     load_format: LoadFormat = "auto"
-    seed: int = 0  # of dummy weights, and of requests that sample without a seed of their own
-    device: str | None = None  # "cpu", "gpu", "gpu:1"; default: JAX's first
-    compilation_cache_dir: str | None = None  # default: JAX's own, else in ~/.cache; "off" names none
+    seed: int = 0
+    device: str | None = None
+    compilation_cache_dir: str | None = None
     cache: ContextCacheOptions = field(default_factory=ContextCacheOptions)
 
 

@@ -75,29 +75,48 @@ class LaneSampling:
 class SamplingParams:
     """How one answer is drawn and when it ends. Names and meanings are those of vLLM and OpenAI.
 
-    None in the first group means the checkpoint's recommendation (generation_config.json). Where it has none,
+    None in the first seven means the checkpoint's recommendation (generation_config.json). Where it has none,
     a parameter is off, and the temperature is 0 (greedy) unless the caller set top_p, top_k, min_p or seed,
-    which say that sampling is wanted: then it is 1.
+    which say that sampling is wanted: then it is 1. Values are checked where they are used, or by `validate`.
+
+    Args:
+        temperature: 0 is greedy, and so is anything below 1e-5.
+        top_p: (0, 1], 1 is off.
+        top_k: 0 and -1 are off.
+        min_p: [0, 1], relative to the likeliest token, 0 is off.
+        presence_penalty: [-2, 2], once for every id in the output.
+        frequency_penalty: [-2, 2], times its count in the output.
+        repetition_penalty: above 0, ids of prompt and output, 1 is off.
+        max_tokens: of the answer; None is what the context allows, and more than that is cut to it.
+        min_tokens: EOS and stop_token_ids are not drawn before.
+        seed: None lets the engine choose.
+        stop: the answer ends before the first of these strings.
+        stop_token_ids: beside the checkpoint's EOS ids.
+        include_stop_str_in_output: the answer ends behind the stop string instead.
+        ignore_eos: the checkpoint's EOS ids do not end the answer.
+        skip_special_tokens: in the text.
+        logit_bias: token id to [-100, 100], added to its logit.
+        logprobs: 0 reports the drawn token's, n up to 20 also the n likeliest, None none.
     """
 
-    temperature: float | None = None  # 0 is greedy, and so is anything below 1e-5
-    top_p: float | None = None  # (0, 1], 1 is off
-    top_k: int | None = None  # 0 and -1 are off
-    min_p: float | None = None  # [0, 1], relative to the likeliest token, 0 is off
-    presence_penalty: float | None = None  # [-2, 2], once for every id in the output
-    frequency_penalty: float | None = None  # [-2, 2], times its count in the output
-    repetition_penalty: float | None = None  # above 0, ids of prompt and output, 1 is off
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
 
-    max_tokens: int | None = None  # None: what the context allows
-    min_tokens: int = 0  # EOS and stop_token_ids are not drawn before
-    seed: int | None = None  # None: the engine chooses
-    stop: str | Sequence[str] = ()  # the answer ends before the first of these
-    stop_token_ids: Sequence[int] = ()  # beside the checkpoint's EOS ids
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    skip_special_tokens: bool = True  # in the text
-    logit_bias: Mapping[int, float] | None = None  # token id -> [-100, 100], added to its logit
-    logprobs: int | None = None  # 0: the drawn token's; n up to 20: also the n likeliest
+    skip_special_tokens: bool = True
+    logit_bias: Mapping[int, float] | None = None
+    logprobs: int | None = None
 
     def validate(self, *, vocab_size: int | None = None) -> None:
         """Checks every field, and the fields against each other.
