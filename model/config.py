@@ -43,6 +43,13 @@ _DEFAULTS: dict[str, tuple[Any, Any]] = {
     "num_experts": (None, 256),
     "num_experts_per_tok": (None, 8),
 }
+# Far above any model, and low enough that no product of three sizes leaves 64-bit arithmetic.
+_MAX_SIZE = 2**20
+_MAX_VOCAB = 2**31 - 1  # token ids are int32
+_MAX_LAYERS = 4096
+_LARGEST_REAL = 1e30  # the arithmetic is float32
+_LARGEST = {"vocab_size": _MAX_VOCAB, "max_position_embeddings": 2**53, "num_hidden_layers": _MAX_LAYERS}
+
 _DEFAULT_ROPE_THETA = 10000.0
 _DEFAULT_PARTIAL_ROTARY = 0.25
 _DEFAULT_MROPE_SECTION = (11, 11, 10)
@@ -135,7 +142,7 @@ def load_config(directory: str | Path) -> Qwen35Config:
         raise CheckpointError(f"no config.json in {directory}: expected a Hugging Face checkpoint directory")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} holds {type(raw).__name__}, expected a JSON object")
@@ -156,11 +163,14 @@ def _read_config(raw: Mapping[str, Any]) -> Qwen35Config:
         value = get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise CheckpointError(f"config field {name} is {value!r}, expected a positive integer")
+        largest = _LARGEST.get(name, _MAX_SIZE)
+        if value > largest:
+            raise CheckpointError(f"config field {name} is {value}, expected at most {largest}")
         return value
 
     rope = _rope_parameters(text)
-    head_dim, rope_theta = size("head_dim"), float(rope["rope_theta"])
-    rotary_dim = int(head_dim * float(rope["partial_rotary_factor"]))
+    head_dim, rope_theta = size("head_dim"), _positive("rope_theta", rope["rope_theta"])
+    rotary_dim = int(head_dim * _positive("partial_rotary_factor", rope["partial_rotary_factor"]))
     moe = (
         MoEConfig(
             num_experts=size("num_experts"),
@@ -182,7 +192,7 @@ def _read_config(raw: Mapping[str, Any]) -> Qwen35Config:
         rotary_dim=rotary_dim,
         rope_theta=rope_theta,
         mrope_section=rope["mrope_section"],
-        rms_norm_eps=float(get("rms_norm_eps")),
+        rms_norm_eps=_positive("rms_norm_eps", get("rms_norm_eps")),
         intermediate_size=None if is_moe else size("intermediate_size"),
         moe=moe,
         linear_num_key_heads=size("linear_num_key_heads"),
@@ -190,7 +200,7 @@ def _read_config(raw: Mapping[str, Any]) -> Qwen35Config:
         linear_key_head_dim=size("linear_key_head_dim"),
         linear_value_head_dim=size("linear_value_head_dim"),
         linear_conv_kernel_dim=size("linear_conv_kernel_dim"),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings") or text.get("tie_word_embeddings")),
+        tie_word_embeddings=_flag("tie_word_embeddings", raw) or _flag("tie_word_embeddings", text),
         max_position_embeddings=size("max_position_embeddings"),
     )
     problems = [*_unsupported(raw, text, rope), *_contradictions(config, rope)]
@@ -215,9 +225,11 @@ def _is_moe(raw: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
 
 def _rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
     """Returns theta, partial factor, type and sections; the dict wins over fields beside it."""
-    nested = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    if not isinstance(nested, Mapping):
-        raise CheckpointError(f"rope_parameters is {type(nested).__name__}, expected an object")
+    scaling = text.get("rope_scaling") or {}
+    nested = text.get("rope_parameters") or scaling
+    for name, value in (("rope_parameters", nested), ("rope_scaling", scaling)):
+        if not isinstance(value, Mapping):
+            raise CheckpointError(f"{name} is {type(value).__name__}, expected an object")
 
     def get(name: str, default: Any) -> Any:
         for source in (nested, text):
@@ -226,15 +238,22 @@ def _rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
         return default
 
     section = get("mrope_section", None)
-    if section is not None and (not isinstance(section, list | tuple) or len(section) != 3):
-        raise CheckpointError(f"mrope_section is {section!r}, expected three integers")
+    if section is not None and not (
+        isinstance(section, list | tuple) and len(section) == 3 and all(map(_is_count, section))
+    ):
+        raise CheckpointError(f"mrope_section is {section!r}, expected three integers of 0 or more")
     return {
         "rope_theta": get("rope_theta", _DEFAULT_ROPE_THETA),
         "partial_rotary_factor": get("partial_rotary_factor", _DEFAULT_PARTIAL_ROTARY),
-        "rope_type": nested.get("rope_type") or nested.get("type") or "default",
-        "mrope_section": _DEFAULT_MROPE_SECTION if section is None else tuple(int(n) for n in section),
+        "rope_type": _rope_type(nested),
+        "rope_type_beside": "default" if nested is scaling else _rope_type(scaling),
+        "mrope_section": _DEFAULT_MROPE_SECTION if section is None else tuple(section),
         "mrope_section_given": section is not None,
     }
+
+
+def _rope_type(rope: Mapping[str, Any]) -> Any:
+    return rope.get("rope_type") or rope.get("type") or "default"
 
 
 def _layer_types(text: Mapping[str, Any], num_layers: int, interval: int) -> tuple[str, ...]:
@@ -243,7 +262,26 @@ def _layer_types(text: Mapping[str, Any], num_layers: int, interval: int) -> tup
         return tuple(
             FULL_ATTENTION if (i + 1) % interval == 0 else LINEAR_ATTENTION for i in range(num_layers)
         )
+    if not isinstance(given, list | tuple):
+        raise CheckpointError(f"layer_types is {type(given).__name__}, expected a list of layer kinds")
     return tuple(str(kind) for kind in given)
+
+
+def _positive(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _LARGEST_REAL:
+        raise CheckpointError(f"config field {name} is {value!r}, expected a finite number above 0")
+    return float(value)
+
+
+def _flag(name: str, fields: Mapping[str, Any]) -> bool:
+    value = fields.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise CheckpointError(f"config field {name} is {value!r}, expected true or false")
+    return bool(value)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _unsupported(raw: Mapping[str, Any], text: Mapping[str, Any], rope: Mapping[str, Any]) -> list[str]:
@@ -254,9 +292,11 @@ def _unsupported(raw: Mapping[str, Any], text: Mapping[str, Any], rope: Mapping[
         problems.append("attention_bias is true, Qwen3.5 attention has no bias")
     if text.get("attn_output_gate", True) is not True:
         problems.append("attn_output_gate is false, only gated attention is supported")
-    # "mrope" is how early exports spell the default type with sections.
-    if rope["rope_type"] not in ("default", "mrope"):
-        problems.append(f"rope_type is {rope['rope_type']!r}, only 'default' is supported (no YaRN)")
+    # "mrope" is how early exports spell the default type with sections. A rope_scaling beside rope_parameters
+    # counts too: whoever added it wants it applied.
+    for kind in (rope["rope_type"], rope["rope_type_beside"]):
+        if kind not in ("default", "mrope"):
+            problems.append(f"rope_type is {kind!r}, only 'default' is supported (no YaRN)")
     if raw.get("quantization_config") or text.get("quantization_config"):
         problems.append("the weights are quantised, expected float32, bfloat16 or float16 tensors")
     return problems
@@ -272,6 +312,8 @@ def _contradictions(config: Qwen35Config, rope: Mapping[str, Any]) -> list[str]:
     unknown = sorted(set(config.layer_types) - {LINEAR_ATTENTION, FULL_ATTENTION})
     if unknown:
         problems.append(f"layer_types has unknown kinds {unknown}")
+    if not unknown and FULL_ATTENTION not in config.layer_types:
+        problems.append("no layer is full_attention, expected at least one")
     for many, few in (
         ("num_attention_heads", "num_key_value_heads"),
         ("linear_num_value_heads", "linear_num_key_heads"),

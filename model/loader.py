@@ -152,8 +152,7 @@ def open_checkpoint(directory: Path) -> TensorFiles:
     index = directory / "model.safetensors.index.json"
     single = directory / "model.safetensors"
     if index.is_file():
-        weight_map = json.loads(index.read_text(encoding="utf-8")).get("weight_map", {})
-        files = sorted({directory / name for name in weight_map.values()})
+        files = _shards(index)
     elif single.is_file():
         files = [single]
     else:
@@ -182,6 +181,24 @@ def open_checkpoint(directory: Path) -> TensorFiles:
                 )
             file_of[name], shapes[name] = file, tuple(header.get_shape())
     return TensorFiles(file_of, shapes)
+
+
+def _shards(index: Path) -> list[Path]:
+    """Returns the files that an index names, all of them beside it: a checkpoint may not reach outside."""
+    try:
+        raw = json.loads(index.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{index} is not valid JSON: {error}") from error
+    weight_map = raw.get("weight_map", {}) if isinstance(raw, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index} must hold an object whose weight_map maps tensor names to file names")
+    names = sorted(set(weight_map.values()))
+    outside = [name for name in names if not name or Path(name).name != name]
+    if outside:
+        raise CheckpointError(
+            f"{index} names {outside[0]!r}, expected the name of a file in the same directory"
+        )
+    return [index.parent / name for name in names]
 
 
 def param_bytes(config: Qwen35Config, dtype: DTypeName) -> int:

@@ -118,3 +118,48 @@ def test_position_rows_interleave_until_a_section_is_used_up():
     rows = rotary_rows(Qwen35Config.from_hf(FLAT))
     assert rows.tolist() == [0, 1, 2] * 10 + [0, 1]
     assert np.bincount(rows).tolist() == [11, 11, 10]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden_size", 2**40),
+        ("num_hidden_layers", 10**9),
+        ("num_attention_heads", 10**18),
+        ("layer_types", 5),
+        ("layer_types", ["linear_attention"] * 8),
+        ("rms_norm_eps", "abc"),
+        ("rms_norm_eps", -1.0),
+        ("rms_norm_eps", [1]),
+        ("rope_theta", "x"),
+        ("rope_theta", 0),
+        ("rope_theta", float("nan")),
+        ("partial_rotary_factor", float("inf")),
+        ("partial_rotary_factor", [1]),
+        ("mrope_section", ["a", 1, 2]),
+        ("mrope_section", [-1, 33, 0]),
+        ("tie_word_embeddings", "false"),
+        ("rope_scaling", {"type": "linear", "factor": 2}),
+        ("rope_scaling", [2]),
+    ],
+)
+def test_nonsense_in_a_field_is_one_error_that_names_what_is_wrong(field, value):
+    rope = dict(FLAT["rope_parameters"])
+    raw = {**FLAT, "rope_parameters": rope}
+    (rope if field in rope else raw)[field] = value
+    word = {"rope_scaling": "rope_"}.get(field, field)
+    with pytest.raises(
+        CheckpointError, match="full_attention" if field == "layer_types" and value != 5 else word
+    ):
+        Qwen35Config.from_hf(raw)
+
+
+def test_one_linear_layer_alone_is_refused():
+    with pytest.raises(CheckpointError, match="no layer is full_attention"):
+        Qwen35Config.from_hf({**FLAT, "num_hidden_layers": 1})
+
+
+def test_json_nested_without_end_is_a_clear_error(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        load_config(tmp_path)

@@ -264,3 +264,33 @@ def test_random_modules_hold_only_parameters(reference_dir):
     variables = jax.tree.leaves(nnx.state(module), is_leaf=lambda x: isinstance(x, nnx.Variable))
     assert variables
     assert all(type(variable) is nnx.Param for variable in variables)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        "{",
+        "[" * 100_000,
+        "[]",
+        '{"weight_map": null}',
+        '{"weight_map": ["a"]}',
+        '{"weight_map": {"a": 3}}',
+        b"\xff",
+    ],
+)
+def test_a_broken_index_is_one_clear_error(checkpoint, index, no_reads):
+    directory = checkpoint("dense")
+    path = directory / "model.safetensors.index.json"
+    path.write_bytes(index if isinstance(index, bytes) else index.encode())
+    with pytest.raises(CheckpointError, match=r"index\.json"):
+        load_model(directory)
+
+
+def test_an_index_may_not_name_files_outside_its_directory(checkpoint, no_reads):
+    directory = checkpoint("dense")
+    outside = directory.parent / "outside.safetensors"
+    (directory / "model.safetensors").rename(outside)
+    for name in ("../outside.safetensors", str(outside), ""):
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(CheckpointError, match="same directory"):
+            load_model(directory)
