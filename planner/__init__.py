@@ -39,6 +39,9 @@ and the physical four come from `physical_functions(make_problem(state, candidat
 owners by victim row: `problem.victims[v]` is the owner, code KEEP / ABSENT / EVICT are fixed, all others are
 `problem.options.templates[code]`. The source of a candidate is ABSENT and no successor touches it.
 
+One call's inputs, decision, one-screen explanation, file and replay: `outcome`, over `problem_json` (what a
+file holds) and `codec` (how values are written).
+
 Arrays hold int32 units (slots, pages, granules); bytes and nanoseconds are Python ints.
 
 >>> from ninfer_jax import planner
@@ -90,9 +93,11 @@ from ninfer_jax.planner.operations import (
     settle_fork,
     truncate,
 )
+from ninfer_jax.planner.outcome import PlanOutcome, decide, differences, from_json, replay
 from ninfer_jax.planner.outcomes import checkpoint_outcomes, make_outcome_tables, recoveries
 from ninfer_jax.planner.plan import Aborted, Committed, Readiness, ResourcePlan, ResourceResult, is_stale
 from ninfer_jax.planner.problem import Problem, Tables, identity_targets, make_problem, maximal_targets
+from ninfer_jax.planner.problem_json import PlanInputs
 from ninfer_jax.planner.projection import assess, assess_numpy
 from ninfer_jax.planner.readiness import gate, isolated_root_fits, readiness
 from ninfer_jax.planner.resolution import confirm, resolve
@@ -138,6 +143,8 @@ __all__ = [
     "PhysicalCapacity",
     "PhysicalFunctions",
     "PhysicalState",
+    "PlanInputs",
+    "PlanOutcome",
     "PoolSpec",
     "PrefillWork",
     "Problem",
@@ -163,13 +170,16 @@ __all__ = [
     "checkpoint_ref",
     "checkpoints_of",
     "confirm",
+    "decide",
     "demote",
+    "differences",
     "drop_checkpoint",
     "eligible",
     "evict",
     "exclusive",
     "finish",
     "fits",
+    "from_json",
     "gate",
     "identity_targets",
     "is_device_ready",
@@ -194,6 +204,7 @@ __all__ = [
     "readiness",
     "recoveries",
     "remaining_prefill",
+    "replay",
     "residual",
     "resolve",
     "root_candidate",
