@@ -64,7 +64,7 @@ class Fit:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the preset; 0 when done."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="demo", help="a checkpoint directory, or 'demo'")
     parser.add_argument("--dummy", action="store_true", help="random weights: only config.json is read")
     parser.add_argument("--output", type=Path, help="file to write (default: standard output)")
