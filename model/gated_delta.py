@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
@@ -20,6 +21,8 @@ from ninfer_jax.model.config import Qwen35Config
 from ninfer_jax.model.layers import matmul, vector_param, weight_param
 
 CHUNK_TOKENS = 64
+# The width of block up to which the chunk's inverse is made by one rolled loop.
+_ROLLED_TOKENS = 16
 # Part of the model, not of the config: the reference uses this constant inside its L2 norm.
 _L2_EPS = 1e-6
 _EXACT = lax.Precision.HIGHEST
@@ -81,12 +84,13 @@ def recurrent_rule(
 
 
 def inverse_unit_lower(strict: jax.Array) -> jax.Array:
-    """Returns the inverse of `I + strict`, `strict` strictly lower triangular f32[..., C, C], C = 8 * 2^n.
+    """Returns the inverse of `I + strict`, `strict` strictly lower triangular f32[..., C, C], C = 16 * 2^n.
 
-    Diagonal blocks of 8 by their finite Neumann series, then pairs of blocks merged. The entries here are at
-    most 1 in size, so the powers inside a block of 8 stay below 36 and cost no accuracy; over the whole chunk
-    they would reach 1e18. `lax.linalg.triangular_solve` is 10 to 30 times slower on CPU, and hung when many
-    batches of it ran in one program (jaxlib 0.10.2).
+    Pairs of diagonal blocks are merged, from width 1 up: the corner of a merged inverse is the product of the
+    one block's inverse, what lies between them, and the other's. Up to `_ROLLED_TOKENS` one rolled loop does
+    that with masks: its products are small at any rate, and unrolled they took twice as long to compile.
+    (A Neumann series over the whole chunk would go through powers of 1e18.) `lax.linalg.triangular_solve` is
+    10 to 30 times slower on CPU, and hung when many batches of it ran in one program (jaxlib 0.10.2).
     """
     size = strict.shape[-1]
 
@@ -97,12 +101,19 @@ def inverse_unit_lower(strict: jax.Array) -> jax.Array:
         starts = range(0, size, width)
         return jnp.stack([strict[..., i : i + width, i : i + width] for i in starts], axis=-3)
 
-    width = 8
+    width = _ROLLED_TOKENS
     block = diagonal(width)
-    square = product(block, block)
-    inverse = jnp.eye(width, dtype=strict.dtype) - block
-    inverse = inverse + product(inverse, square)
-    inverse = inverse + product(inverse, product(square, square))
+    index = np.arange(width)
+    # By merge: the entries between the two blocks of each pair, block numbers 2n + 1 (row) and 2n (column).
+    blocks = index // (1 << np.arange(width.bit_length() - 1))[:, None]
+    between = (blocks[:, :, None] == blocks[:, None, :] + 1) & (blocks[:, :, None] % 2 == 1)
+
+    def merge(inverse: jax.Array, between: jax.Array) -> tuple[jax.Array, None]:
+        corner = product(inverse, product(jnp.where(between, block, 0.0), inverse))
+        return inverse - corner, None
+
+    identity = jnp.broadcast_to(jnp.eye(width, dtype=strict.dtype), block.shape)
+    inverse, _ = lax.scan(merge, identity, jnp.asarray(between))
     while width < size:
         below = diagonal(2 * width)[..., width:, :width]
         upper, lower = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]

@@ -7,6 +7,8 @@ mapping, packing, dispatch, the tokens' way to the host, commit, output rules an
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -18,25 +20,37 @@ from ninfer_jax.cli.bench_sides import EngineSide
 from ninfer_jax.engine import Engine
 from ninfer_jax.frontend.frontend import Frontend
 from ninfer_jax.model.cache import Cache, make_cache_spec
-from ninfer_jax.model.loader import LoadedModel, load_model
+from ninfer_jax.model.loader import load_model
 from ninfer_jax.model.sampling import MAX_LOGPROBS, Sampled, SamplerState
 from ninfer_jax.parts import EngineParts
 from ninfer_jax.program.compilation import CompileCounter
 from ninfer_jax.program.execution import Buffers, ModelExecutor, Programs, make_buffers, prefill_buckets
 from ninfer_jax.program.packing import ROW_WIDTH
 from ninfer_jax.program.program import Program
+from ninfer_jax.program.weight_bundle import WeightBundle, make_weight_bundle
 
 
-def host_overhead_s(directory: Path, *, num_rows: int, num_steps: int, repeats: int) -> float:
+def host_overhead_s(
+    directory: Path,
+    *,
+    num_rows: int,
+    num_steps: int,
+    repeats: int,
+    clock: Callable[[], float] = time.thread_time,
+) -> float:
     """Returns the median seconds per decode round of an engine that computes nothing.
+
+    By default seconds of the driving thread's own processor time: other load on the machine would count as
+    overhead on a wall clock, and an empty program runs in the thread that calls it.
 
     Args:
         directory: a checkpoint, for its geometry; weights are random.
         num_rows: B, also the engine's concurrency.
         num_steps: rounds per repetition.
         repeats: repetitions; the median of their means counts.
+        clock: seconds.
     """
-    side = EngineSide(_empty_engine(directory, num_rows))
+    side = EngineSide(_empty_engine(directory, num_rows), clock)
     prompts = np.ones((num_rows, 16), np.int32)
     try:
         side.decode_s(prompts, num_steps)
@@ -63,9 +77,10 @@ def _empty_engine(directory: Path, num_rows: int) -> Engine:
         return make_buffers(spec, capacity, vocab_size, vocab_size)
 
     buffers, eos_mask = fresh(), jnp.zeros(vocab_size, bool)
+    weights = make_weight_bundle(model.leaves)
     executor = ModelExecutor(
-        model,
-        _empty_programs(model, buffers, eos_mask, num_rows, capacity.row_pages),
+        weights,
+        _empty_programs(weights, buffers, eos_mask, num_rows, capacity.row_pages),
         buffers,
         eos_mask,
         make_buffers_fn=fresh,
@@ -82,7 +97,7 @@ def _empty_engine(directory: Path, num_rows: int) -> Engine:
 
 
 def _empty_programs(
-    model: LoadedModel, buffers: Buffers, eos_mask: jax.Array, num_lanes: int, width: int
+    weights: WeightBundle, buffers: Buffers, eos_mask: jax.Array, num_lanes: int, width: int
 ) -> Programs:
     def nothing_drawn(num_rows: int) -> Sampled:
         return Sampled(
@@ -93,7 +108,7 @@ def _empty_programs(
         )
 
     def decode(
-        leaves: tuple[jax.Array, ...],
+        arrays: tuple[jax.Array, ...],
         eos_mask: jax.Array,
         cache: Cache,
         sampler: SamplerState,
@@ -102,7 +117,7 @@ def _empty_programs(
         return cache, sampler, nothing_drawn(packed.shape[0])
 
     def draw(
-        leaves: tuple[jax.Array, ...],
+        arrays: tuple[jax.Array, ...],
         eos_mask: jax.Array,
         cache: Cache,
         sampler: SamplerState,
@@ -110,7 +125,7 @@ def _empty_programs(
     ) -> tuple[SamplerState, Sampled]:
         return sampler, nothing_drawn(packed.shape[0])
 
-    def prefill(leaves: tuple[jax.Array, ...], cache: Cache, packed: jax.Array) -> Cache:
+    def prefill(arrays: tuple[jax.Array, ...], cache: Cache, packed: jax.Array) -> Cache:
         return cache
 
     def set_lane(
@@ -127,18 +142,18 @@ def _empty_programs(
     def ints(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
-    leaves, cache, sampler = model.leaves, buffers.cache, buffers.sampler
+    arrays, cache, sampler = weights.arrays, buffers.cache, buffers.sampler
     flags = jax.ShapeDtypeStruct(eos_mask.shape, jnp.bool_)
     bias = jax.ShapeDtypeStruct(eos_mask.shape, jnp.float32)
     return Programs(
         decode={
-            size: jit_decode.lower(leaves, eos_mask, cache, sampler, ints(size, ROW_WIDTH + width)).compile()
+            size: jit_decode.lower(arrays, eos_mask, cache, sampler, ints(size, ROW_WIDTH + width)).compile()
             for size in range(1, num_lanes + 1)
         },
         prefill={
-            size: jit_prefill.lower(leaves, cache, ints(4 + width + 4 * size)).compile()
+            size: jit_prefill.lower(arrays, cache, ints(4 + width + 4 * size)).compile()
             for size in prefill_buckets(64)
         },
-        draw_from_tail={1: jit_draw.lower(leaves, eos_mask, cache, sampler, ints(1, ROW_WIDTH)).compile()},
+        draw_from_tail={1: jit_draw.lower(arrays, eos_mask, cache, sampler, ints(1, ROW_WIDTH)).compile()},
         set_lane=jit_set_lane.lower(sampler, ints(), bias, flags, flags).compile(),
     )

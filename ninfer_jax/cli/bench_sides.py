@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,14 +48,15 @@ class EngineSide:
 
     name = "ninfer_jax"
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, clock: Callable[[], float] = time.perf_counter) -> None:
         self.engine = engine  # made with threaded=False
+        self._clock = clock  # seconds
 
     def prefill_s(self, prompt: np.ndarray) -> float:
         """Times one request for a single token."""
-        start = time.perf_counter()
+        start = self._clock()
         self._submit(prompt, 1).result()
-        return time.perf_counter() - start
+        return self._clock() - start
 
     def decode_s(self, prompts: np.ndarray, num_steps: int) -> float:
         """Times exactly `num_steps` rounds in which all rows decode together."""
@@ -66,10 +67,10 @@ class EngineSide:
         while self._rounds(num_rows) == rounds:
             self.engine.step()
         rounds = self._rounds(num_rows)
-        start = time.perf_counter()
+        start = self._clock()
         for _ in range(num_steps):
             self.engine.step()
-        seconds = time.perf_counter() - start
+        seconds = self._clock() - start
         if self._rounds(num_rows) - rounds != num_steps:
             raise RuntimeError(f"expected {num_steps} decode rounds of {num_rows} rows; the measure is void")
         self._end(handles)

@@ -60,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
     """Holds both conversations, a round at a time, and prints texts, speed and the memory table."""
     sampling = sampling_from(args, **DEFAULTS)
     started = time.perf_counter()
-    # Two speakers and short prompts: fewer rows and chunk sizes to compile make a quicker first start.
-    with open_engine(args, max_context=2048, max_concurrency=2, prefill_chunk=256) as engine:
+    # Two speakers and one chunk size: every further one is a program to compile before the first answer.
+    with open_engine(args, max_context=2048, max_concurrency=2, prefill_chunk=64) as engine:
         startup_s = time.perf_counter() - started
         if not args.json:
             print(f"Engine ready in {startup_s:.1f} s.")

@@ -36,6 +36,7 @@ from ninfer_jax.program.packing import (
     unpack_prefill,
     unpack_tail,
 )
+from ninfer_jax.program.weight_bundle import WeightBundle, make_weight_bundle
 
 SMALLEST_BUCKET_TOKENS = 64
 
@@ -91,6 +92,7 @@ def make_buffers(
 
 def compile_programs(
     model: LoadedModel,
+    weights: WeightBundle,
     buffers: Buffers,
     eos_mask: jax.Array,
     *,
@@ -102,6 +104,7 @@ def compile_programs(
 
     Args:
         model: its module is rebuilt from traced leaves, so weights are arguments, not constants.
+        weights: of this model.
         buffers: give the shapes; nothing is run.
         eos_mask: bool[V].
         capacity: decides B = 1..C and W.
@@ -112,31 +115,31 @@ def compile_programs(
     vocab_size = model.config.vocab_size
 
     def decode(
-        leaves: tuple[jax.Array, ...],
+        arrays: tuple[jax.Array, ...],
         eos_mask: jax.Array,
         cache: Cache,
         sampler: SamplerState,
         packed: jax.Array,
     ) -> tuple[Cache, SamplerState, Sampled]:
         batch, rows = unpack_decode(packed)
-        logits, cache = decode_step(model.module(leaves), cache, batch)
+        logits, cache = decode_step(model.module(weights.leaves(arrays)), cache, batch)
         sampled, sampler = sample(logits, sampler, rows, eos_mask)
         return cache, sampler, sampled
 
-    def prefill(leaves: tuple[jax.Array, ...], cache: Cache, packed: jax.Array) -> Cache:
+    def prefill(arrays: tuple[jax.Array, ...], cache: Cache, packed: jax.Array) -> Cache:
         # The logits are dropped, so the head is not part of this program: see `draw_from_tail`.
-        _, cache = prefill_chunk(model.module(leaves), cache, unpack_prefill(packed, width))
+        _, cache = prefill_chunk(model.module(weights.leaves(arrays)), cache, unpack_prefill(packed, width))
         return cache
 
     def draw_from_tail(
-        leaves: tuple[jax.Array, ...],
+        arrays: tuple[jax.Array, ...],
         eos_mask: jax.Array,
         cache: Cache,
         sampler: SamplerState,
         packed: jax.Array,
     ) -> tuple[SamplerState, Sampled]:
         slots, rows = unpack_tail(packed)
-        logits = logits_from_tail(model.module(leaves), cache, slots)
+        logits = logits_from_tail(model.module(weights.leaves(arrays)), cache, slots)
         sampled, sampler = sample(logits, sampler, rows, eos_mask)
         return sampler, sampled
 
@@ -148,20 +151,20 @@ def compile_programs(
     def ints(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
-    leaves, cache, sampler = model.leaves, buffers.cache, buffers.sampler
+    arrays, cache, sampler = weights.arrays, buffers.cache, buffers.sampler
     flags = jax.ShapeDtypeStruct((vocab_size,), jnp.bool_)
     bias = jax.ShapeDtypeStruct((vocab_size,), jnp.float32)
     lowerings: dict[tuple[str, int], Callable[[], jax.stages.Lowered]] = {}
     for size in range(1, capacity.num_lanes + 1):
         lowerings["decode", size] = lambda size=size: jit_decode.lower(
-            leaves, eos_mask, cache, sampler, ints(size, ROW_WIDTH + width)
+            arrays, eos_mask, cache, sampler, ints(size, ROW_WIDTH + width)
         )
     for size in prefill_buckets(prefill_chunk_tokens):
         lowerings["prefill", size] = lambda size=size: jit_prefill.lower(
-            leaves, cache, ints(4 + width + 4 * size)
+            arrays, cache, ints(4 + width + 4 * size)
         )
     lowerings["draw_from_tail", 1] = lambda: jit_draw.lower(
-        leaves, eos_mask, cache, sampler, ints(1, ROW_WIDTH)
+        arrays, eos_mask, cache, sampler, ints(1, ROW_WIDTH)
     )
     lowerings["set_lane", 1] = lambda: jit_set_lane.lower(sampler, ints(), bias, flags, flags)
     compiled = _compile_all(lowerings, progress)
@@ -219,7 +222,7 @@ class ModelExecutor:
 
     def __init__(
         self,
-        model: LoadedModel,
+        weights: WeightBundle,
         programs: Programs,
         buffers: Buffers,
         eos_mask: jax.Array,
@@ -228,7 +231,8 @@ class ModelExecutor:
         capacity: CapacityVector,
         counter: CompileCounter,
     ) -> None:
-        self._model = model
+        self._weights = weights
+        self._vocab_size = eos_mask.shape[0]
         self._programs = programs
         self._buffers: Buffers | None = buffers
         self._eos_mask = eos_mask
@@ -251,10 +255,9 @@ class ModelExecutor:
     def set_lane(self, lane: int, sampling: LaneSampling, prompt_tokens: np.ndarray) -> None:
         """Prepares a lane's sampler for a new request."""
         buffers = self._open_buffers()
-        vocab_size = self._model.config.vocab_size
-        bias = dense_bias(sampling, vocab_size)
-        seen = token_mask(prompt_tokens, vocab_size)
-        banned = token_mask(sampling.ban_token_ids, vocab_size)
+        bias = dense_bias(sampling, self._vocab_size)
+        seen = token_mask(prompt_tokens, self._vocab_size)
+        banned = token_mask(sampling.ban_token_ids, self._vocab_size)
         self._parameters.set(lane, sampling)
         buffers.sampler = self._counter.watch(
             self._programs.set_lane, buffers.sampler, np.int32(lane), bias, seen, banned
@@ -271,7 +274,7 @@ class ModelExecutor:
             )
         packed = pack_prefill(inputs, bucket, self._capacity.num_state_slots)
         buffers.cache = self._counter.watch(
-            self._programs.prefill[bucket], self._model.leaves, buffers.cache, packed
+            self._programs.prefill[bucket], self._weights.arrays, buffers.cache, packed
         )
 
     def draw_from_tail(self, inputs: TailInputs) -> DeviceResult:
@@ -280,7 +283,7 @@ class ModelExecutor:
         program = self._program_for(self._programs.draw_from_tail, len(inputs.lanes), "draw_from_tail")
         packed = pack_tail(inputs, self._parameters)
         buffers.sampler, sampled = self._counter.watch(
-            program, self._model.leaves, self._eos_mask, buffers.cache, buffers.sampler, packed
+            program, self._weights.arrays, self._eos_mask, buffers.cache, buffers.sampler, packed
         )
         return DeviceResult(sampled)
 
@@ -290,7 +293,7 @@ class ModelExecutor:
         program = self._program_for(self._programs.decode, len(inputs.lanes), "decode")
         packed = pack_decode(inputs, self._parameters, self._capacity.num_state_slots)
         buffers.cache, buffers.sampler, sampled = self._counter.watch(
-            program, self._model.leaves, self._eos_mask, buffers.cache, buffers.sampler, packed
+            program, self._weights.arrays, self._eos_mask, buffers.cache, buffers.sampler, packed
         )
         return DeviceResult(sampled)
 
@@ -315,7 +318,7 @@ class ModelExecutor:
             return {}
         cache = self._buffers.cache
         return {
-            WEIGHTS: _num_bytes(self._model.leaves),
+            WEIGHTS: _num_bytes(self._weights.arrays),
             pool_axis(PoolKind.MAIN.value): _num_bytes((cache.k_pages, cache.v_pages)),
             STATE_SLOTS: _num_bytes((cache.recurrent, cache.conv, cache.tail_hidden)),
             SAMPLER: _num_bytes(self._buffers.sampler),
@@ -325,8 +328,8 @@ class ModelExecutor:
         """Frees weights and buffers; a second call does nothing."""
         self._counter.stop()
         self._free_buffers()
-        for leaf in (*self._model.leaves, self._eos_mask):
-            leaf.delete()
+        for array in (*self._weights.arrays, self._eos_mask):
+            array.delete()
 
     def _free_buffers(self) -> None:
         if self._buffers is not None:
@@ -375,8 +378,10 @@ def make_model_executor(
     buffers = fresh_buffers()
     with jax.default_device(device):
         eos_mask = jnp.asarray(token_mask(sorted(eos_token_ids), vocab_size))
+        weights = make_weight_bundle(model.leaves)
         programs = compile_programs(
             model,
+            weights,
             buffers,
             eos_mask,
             capacity=capacity,
@@ -385,7 +390,7 @@ def make_model_executor(
         )
     counter = CompileCounter()
     executor = ModelExecutor(
-        model,
+        weights,
         programs,
         buffers,
         eos_mask,

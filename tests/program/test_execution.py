@@ -142,7 +142,7 @@ def test_planned_bytes_equal_allocated_bytes(program):
             assert row.allocated_bytes == pytest.approx(row.planned_bytes, rel=0.01), row.axis
     held = sum(row.allocated_bytes for row in table.rows if row.persistent)
     buffers = program._executor._buffers
-    arrays = [*program._executor._model.leaves, *jax.tree.leaves((buffers.cache, buffers.sampler))]
+    arrays = [*program._executor._weights.arrays, *jax.tree.leaves((buffers.cache, buffers.sampler))]
     assert held == sum(array.nbytes for array in arrays)
 
 
