@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from ninfer_jax.model.config import Qwen35Config
 
+# One page is one 64 x D tile of the tensor-core instruction: smaller pages do not compile, larger ones spill.
 PAGE_TOKENS = 64
 
 

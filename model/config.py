@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ninfer_jax.model.errors import CheckpointError
 
@@ -169,8 +169,8 @@ def _read_config(raw: Mapping[str, Any]) -> Qwen35Config:
         return value
 
     rope = _rope_parameters(text)
-    head_dim, rope_theta = size("head_dim"), _positive("rope_theta", rope["rope_theta"])
-    rotary_dim = int(head_dim * _positive("partial_rotary_factor", rope["partial_rotary_factor"]))
+    head_dim, rope_theta = size("head_dim"), _positive("rope_theta", rope.rope_theta)
+    rotary_dim = int(head_dim * _positive("partial_rotary_factor", rope.partial_rotary_factor))
     moe = (
         MoEConfig(
             num_experts=size("num_experts"),
@@ -191,7 +191,7 @@ def _read_config(raw: Mapping[str, Any]) -> Qwen35Config:
         head_dim=head_dim,
         rotary_dim=rotary_dim,
         rope_theta=rope_theta,
-        mrope_section=rope["mrope_section"],
+        mrope_section=rope.mrope_section,
         rms_norm_eps=_positive("rms_norm_eps", get("rms_norm_eps")),
         intermediate_size=None if is_moe else size("intermediate_size"),
         moe=moe,
@@ -223,7 +223,18 @@ def _is_moe(raw: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
     )
 
 
-def _rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
+class _Rope(NamedTuple):
+    """The rotary fields of a config, wherever they stood; those of any type are checked by their user."""
+
+    rope_theta: Any
+    partial_rotary_factor: Any
+    rope_type: Any
+    rope_type_beside: Any  # of a second object that does not win
+    mrope_section: tuple[int, int, int]
+    mrope_section_given: bool
+
+
+def _rope_parameters(text: Mapping[str, Any]) -> _Rope:
     """Returns theta, partial factor, type and sections; the dict wins over fields beside it."""
     scaling = text.get("rope_scaling") or {}
     nested = text.get("rope_parameters") or scaling
@@ -242,14 +253,14 @@ def _rope_parameters(text: Mapping[str, Any]) -> dict[str, Any]:
         isinstance(section, list | tuple) and len(section) == 3 and all(map(_is_count, section))
     ):
         raise CheckpointError(f"mrope_section is {section!r}, expected three integers of 0 or more")
-    return {
-        "rope_theta": get("rope_theta", _DEFAULT_ROPE_THETA),
-        "partial_rotary_factor": get("partial_rotary_factor", _DEFAULT_PARTIAL_ROTARY),
-        "rope_type": _rope_type(nested),
-        "rope_type_beside": "default" if nested is scaling else _rope_type(scaling),
-        "mrope_section": _DEFAULT_MROPE_SECTION if section is None else tuple(section),
-        "mrope_section_given": section is not None,
-    }
+    return _Rope(
+        rope_theta=get("rope_theta", _DEFAULT_ROPE_THETA),
+        partial_rotary_factor=get("partial_rotary_factor", _DEFAULT_PARTIAL_ROTARY),
+        rope_type=_rope_type(nested),
+        rope_type_beside="default" if nested is scaling else _rope_type(scaling),
+        mrope_section=_DEFAULT_MROPE_SECTION if section is None else (section[0], section[1], section[2]),
+        mrope_section_given=section is not None,
+    )
 
 
 def _rope_type(rope: Mapping[str, Any]) -> Any:
@@ -284,7 +295,7 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _unsupported(raw: Mapping[str, Any], text: Mapping[str, Any], rope: Mapping[str, Any]) -> list[str]:
+def _unsupported(raw: Mapping[str, Any], text: Mapping[str, Any], rope: _Rope) -> list[str]:
     problems = []
     if text.get("hidden_act", "silu") != "silu":
         problems.append(f"hidden_act is {text['hidden_act']!r}, only 'silu' is supported")
@@ -294,7 +305,7 @@ def _unsupported(raw: Mapping[str, Any], text: Mapping[str, Any], rope: Mapping[
         problems.append("attn_output_gate is false, only gated attention is supported")
     # "mrope" is how early exports spell the default type with sections. A rope_scaling beside rope_parameters
     # counts too: whoever added it wants it applied.
-    for kind in (rope["rope_type"], rope["rope_type_beside"]):
+    for kind in (rope.rope_type, rope.rope_type_beside):
         if kind not in ("default", "mrope"):
             problems.append(f"rope_type is {kind!r}, only 'default' is supported (no YaRN)")
     if raw.get("quantization_config") or text.get("quantization_config"):
@@ -302,7 +313,7 @@ def _unsupported(raw: Mapping[str, Any], text: Mapping[str, Any], rope: Mapping[
     return problems
 
 
-def _contradictions(config: Qwen35Config, rope: Mapping[str, Any]) -> list[str]:
+def _contradictions(config: Qwen35Config, rope: _Rope) -> list[str]:
     problems = []
     if len(config.layer_types) != config.num_hidden_layers:
         problems.append(
@@ -324,10 +335,10 @@ def _contradictions(config: Qwen35Config, rope: Mapping[str, Any]) -> list[str]:
             )
     if not 2 <= config.rotary_dim <= config.head_dim or config.rotary_dim % 2:
         problems.append(
-            f"partial_rotary_factor {rope['partial_rotary_factor']} of head_dim {config.head_dim} gives "
+            f"partial_rotary_factor {rope.partial_rotary_factor} of head_dim {config.head_dim} gives "
             f"rotary size {config.rotary_dim}, expected an even size of at most head_dim"
         )
-    if rope["mrope_section_given"] and sum(config.mrope_section) != config.rotary_dim // 2:
+    if rope.mrope_section_given and sum(config.mrope_section) != config.rotary_dim // 2:
         problems.append(
             f"mrope_section {list(config.mrope_section)} adds up to {sum(config.mrope_section)}, "
             f"expected half the rotary size {config.rotary_dim // 2}"

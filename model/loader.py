@@ -37,6 +37,7 @@ from ninfer_jax.model.weights import (
 
 DTypeName = Literal["float32", "bfloat16"]
 _DTYPES = {"float32": jnp.dtype(jnp.float32), "bfloat16": jnp.dtype(jnp.bfloat16)}
+INDEX_NAME = "model.safetensors.index.json"
 _TENSOR_DTYPES = ("F32", "BF16", "F16")
 DEFAULT_STYLE = CheckpointStyle(prefix="model.", fused_experts=True)
 
@@ -149,7 +150,7 @@ def open_checkpoint(directory: Path) -> TensorFiles:
         CheckpointError: if there is no safetensors file, a shard is missing or unreadable, or a tensor has a
             dtype that is not a plain float.
     """
-    index = directory / "model.safetensors.index.json"
+    index = directory / INDEX_NAME
     single = directory / "model.safetensors"
     if index.is_file():
         files = _shards(index)
@@ -258,6 +259,35 @@ def _full_logits(
     return full_logits(nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves)), tokens)
 
 
+def load_settled_config(
+    directory: str | Path, *, load_format: Literal["auto", "dummy"] = "auto"
+) -> Qwen35Config:
+    """Returns the geometry that `load_model` will have, from config and file headers; reads no weight.
+
+    The two differ where a config says that the head is the embedding and the files hold a head of their own.
+    A directory without weight files has the geometry of its config: what it would take can be asked before
+    anything is downloaded.
+
+    Args:
+        directory: has `config.json`.
+        load_format: as in `load_model`; dummy weights take the config at its word.
+    Raises:
+        CheckpointError: if the config is unsupported or there are weight files that cannot be used.
+    """
+    directory = Path(directory)
+    config = load_config(directory)
+    has_weights = any(directory.glob("*.safetensors")) or (directory / INDEX_NAME).is_file()
+    if load_format == "dummy" or not config.tie_word_embeddings or not has_weights:
+        return config
+    return _settle(config, open_checkpoint(directory).shapes)
+
+
+def _settle(config: Qwen35Config, shapes: Mapping[str, tuple[int, ...]]) -> Qwen35Config:
+    if config.tie_word_embeddings and HEAD_NAME in shapes:
+        return dataclasses.replace(config, tie_word_embeddings=False)
+    return config
+
+
 def load_model(
     directory: str | Path,
     *,
@@ -286,13 +316,12 @@ def load_model(
     if load_format not in ("auto", "dummy"):
         raise ValueError(f"load_format is {load_format!r}, expected 'auto' or 'dummy'")
     directory = Path(directory)
-    config = load_config(directory)
     if load_format == "dummy":
+        config = load_config(directory)
         return make_loaded_model(make_random_module(config, dtype=dtype, seed=seed))
 
     files = open_checkpoint(directory)
-    if config.tie_word_embeddings and HEAD_NAME in files.shapes:
-        config = dataclasses.replace(config, tie_word_embeddings=False)
+    config = _settle(load_config(directory), files.shapes)
     table = {recipe.path: recipe for recipe in recipes(config, detect_style(files.shapes))}
     check_tensors(table.values(), files.shapes)
 

@@ -12,12 +12,40 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from ninfer_jax.model.cache import PAGE_TOKENS
 from ninfer_jax.model.kernels.page_loop import decode_page_loop, prefill_page_loop
 
 Backend = Literal["xla", "mosaic"]
 
-# One page is one 64 x D tile of the tensor-core instruction: smaller pages do not compile, larger ones spill.
-PAGE_TOKENS = 64
+# The instructions of the GPU kernels (wgmma) exist in this generation alone: not before, and not after it.
+_HOPPER_MAJOR = "9"
+
+
+def supports_mosaic(
+    *,
+    platform: str,
+    compute_capability: str | None,
+    dtype: str,
+    num_query_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> bool:
+    """Returns whether the GPU kernels can run a model of this geometry on such a device.
+
+    Args:
+        platform: of the device, such as "cpu" or "gpu".
+        compute_capability: of the device, such as "9.0"; None where it has none.
+        dtype: of queries and pages.
+        num_query_heads: Hq.
+        num_kv_heads: Hkv, a divisor of Hq.
+        head_dim: D.
+    """
+    is_hopper = (compute_capability or "").partition(".")[0] == _HOPPER_MAJOR
+    return (
+        platform in ("gpu", "cuda")
+        and is_hopper
+        and not _tensor_core_problem(jnp.dtype(dtype), head_dim, num_query_heads // num_kv_heads)
+    )
 
 
 def decode_attention(
@@ -117,19 +145,25 @@ def _is_mosaic(backend: str) -> bool:
 
 def _require_tensor_core_shapes(q: jax.Array, pages: jax.Array) -> None:
     """Raises for what the GPU kernels cannot hold in one tile, and the XLA path can."""
-    if q.dtype != pages.dtype or q.dtype not in (jnp.bfloat16, jnp.float16):
+    if q.dtype != pages.dtype:
         raise ValueError(
             f"q is {q.dtype} and the pages {pages.dtype}; the mosaic backend needs one 16-bit float dtype "
             "for both: use bfloat16, or backend='xla'"
         )
-    head_dim = q.shape[2]
+    problem = _tensor_core_problem(q.dtype, q.shape[2], q.shape[1] // pages.shape[1])
+    if problem is not None:
+        raise ValueError(problem)
+
+
+def _tensor_core_problem(dtype: jnp.dtype, head_dim: int, group: int) -> str | None:
+    """Returns what keeps a geometry from the GPU kernels, or None: the one place that knows their limits."""
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"the dtype is {dtype}; the mosaic backend needs bfloat16 or float16, or use 'xla'"
     if head_dim % 64 or head_dim > 256:
-        raise ValueError(
-            f"head_dim is {head_dim}; the mosaic backend needs 64, 128, 192 or 256, or use 'xla'"
-        )
-    group = q.shape[1] // pages.shape[1]
+        return f"head_dim is {head_dim}; the mosaic backend needs 64, 128, 192 or 256, or use 'xla'"
     if group > 64:
-        raise ValueError(f"{group} query heads share a KV head; the mosaic backend holds 64, or use 'xla'")
+        return f"{group} query heads share a KV head; the mosaic backend holds 64, or use 'xla'"
+    return None
 
 
 def _require_pools(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, *, query_axes: str) -> None:

@@ -15,7 +15,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from ninfer_jax.model import CheckpointError, load_config, load_model, loader, param_bytes
-from ninfer_jax.model.loader import export_tensors, make_random_module, parameters_of
+from ninfer_jax.model.loader import export_tensors, load_settled_config, make_random_module, parameters_of
 from ninfer_jax.model.weights import CheckpointStyle, detect_style, recipes
 
 
@@ -115,6 +115,22 @@ def test_a_head_beside_a_tied_flag_is_used(checkpoint):
     assert not model.config.tie_word_embeddings
     parameters = parameters_of(model.module())
     np.testing.assert_array_equal(parameters["head"], -parameters["embedding"])
+    assert load_settled_config(directory) == model.config
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe", "tied"])
+def test_the_settled_config_is_the_loaded_one(kind, small_model, reference_dir):
+    assert load_settled_config(reference_dir / kind) == small_model(kind).config
+
+
+def test_without_weights_or_with_dummy_ones_the_config_is_taken_at_its_word(checkpoint, no_reads):
+    directory = checkpoint("tied")
+    tensors = tensors_of(directory)
+    rewrite(directory, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]})
+    assert load_settled_config(directory, load_format="dummy").tie_word_embeddings
+    assert not load_settled_config(directory).tie_word_embeddings
+    (directory / "model.safetensors").unlink()
+    assert load_settled_config(directory).tie_word_embeddings
 
 
 def test_missing_tensors_are_named_before_any_is_read(checkpoint, no_reads):
