@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from ninfer_jax.frontend.channels import Channel
 from ninfer_jax.request import RequestId
 
-Channel = Literal["content", "reasoning"]
 # stop: an end token or a stop string; length: max_tokens or the context is full; timeout: the request's own
 # deadline passed while it was running. The answer so far is kept in every case.
 FinishReason = Literal["stop", "length", "cancelled", "timeout"]

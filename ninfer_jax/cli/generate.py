@@ -14,6 +14,7 @@ from ninfer_jax.cli.arguments import (
     sampling_from,
 )
 from ninfer_jax.errors import OptionError
+from ninfer_jax.prompts import Prompt
 
 
 def add_parser(verbs: argparse._SubParsersAction) -> None:
@@ -40,7 +41,10 @@ def run(args: argparse.Namespace) -> int:
     prompts = read_prompts(args)
     sampling = sampling_from(args)
     with open_engine(args) as engine:
-        asked = [chat_messages(args.system, prompt) for prompt in prompts] if args.chat else prompts
+        asked: list[Prompt] = [
+            chat_messages(args.system, prompt) if args.chat and isinstance(prompt, str) else prompt
+            for prompt in prompts
+        ]
         results = engine.generate(asked, sampling)
     if args.json:
         print_json([describe_result(result) for result in results])

@@ -72,7 +72,7 @@ def open_program(
     """
     executor = make_model_executor(
         model,
-        make_cache_spec(model.config, model.dtype),
+        make_cache_spec(model.config, model.dtype.name),
         plan.capacity,
         prefill_chunk_tokens=prefill_chunk_tokens,
         eos_token_ids=eos_token_ids,

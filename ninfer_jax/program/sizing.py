@@ -25,9 +25,6 @@ from ninfer_jax.program.memory_table import (
     pool_axis,
 )
 
-# Memory that automatic sizing leaves to others when the caller names no headroom.
-DEFAULT_HEADROOM_BYTES = 1 << 30
-
 
 @dataclass(frozen=True)
 class SizingOptions:
@@ -37,9 +34,9 @@ class SizingOptions:
     max_concurrency: int  # C
     kv_capacity_tokens: int | None  # None: automatic
     device_state_slots: int  # H
+    headroom_bytes: int  # R, what automatic sizing leaves to others
     host_state_slots: int = 0
     host_kv_bytes: int = 0
-    headroom_bytes: int = DEFAULT_HEADROOM_BYTES  # R, for automatic sizing
 
 
 @dataclass(frozen=True)
@@ -138,11 +135,6 @@ def _explicit_pages(
 ) -> int:
     asked_tokens = options.kv_capacity_tokens
     assert asked_tokens is not None
-    if asked_tokens < options.max_context_tokens:
-        raise OptionError(
-            f"kv_capacity is {asked_tokens} tokens, below max_context {options.max_context_tokens}; "
-            "raise kv_capacity or lower max_context"
-        )
     num_pages = pages_for(asked_tokens)
     if not min_pages <= num_pages <= max_pages:
         raise OptionError(

@@ -79,7 +79,7 @@ def test_explicit_capacity_is_taken_exactly(tokens, pages):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kv_capacity_tokens": 639}, "below max_context 640"),
+        ({"kv_capacity_tokens": 576}, r"must be 640\.\.2560 tokens \(10\.\.40 pages\)"),
         ({"kv_capacity_tokens": 2561}, r"must be 640\.\.2560 tokens \(10\.\.40 pages\)"),
         (
             {"kv_capacity_tokens": 64, "max_context_tokens": 64},
