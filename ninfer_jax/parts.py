@@ -46,21 +46,21 @@ class EngineParts:
         lines = [
             f"model      {model.source}: {model.num_layers} layers ({model.num_full_attention_layers} full "
             f"attention), {kind}, vocabulary {model.vocab_size}, signature {model.signature}",
-            f"device     {model.device}, {model.dtype}",
-            *_option_lines(options),
+            f"device     {model.device}, {model.dtype}, attention kernels: {self.program.attention_backend}",
+            *_option_lines(options, self.program.prefill_chunk_tokens),
             "",
             self.program.memory_table().render(),
         ]
         return "\n".join(lines)
 
 
-def _option_lines(options: ResolvedOptions) -> list[str]:
+def _option_lines(options: ResolvedOptions, prefill_chunk_tokens: int) -> list[str]:
     cache = options.cache
     capacity = "sized from free memory" if options.kv_capacity == "auto" else f"{options.kv_capacity} tokens"
     lines = [
         f"context    {options.max_context} tokens per request, KV capacity {capacity}",
         f"requests   {options.max_concurrency} at once, {options.max_pending_requests} waiting for up to "
-        f"{options.pending_timeout_s:g} s, prefill in chunks of {options.prefill_chunk}",
+        f"{options.pending_timeout_s:g} s, prefill in chunks of {prefill_chunk_tokens}",
     ]
     if not cache.enabled:
         return [*lines, "reuse      off: every request starts from root"]

@@ -18,6 +18,8 @@ import numpy as np
 
 from ninfer_jax.errors import InvariantError
 from ninfer_jax.model.cache import Cache, CacheSpec, make_cache
+from ninfer_jax.model.config import Qwen35Config
+from ninfer_jax.model.kernels.paged_attention import Backend, supports_mosaic
 from ninfer_jax.model.loader import LoadedModel
 from ninfer_jax.model.sampling import Sampled, SamplerState, make_sampler_state, sample, set_lane
 from ninfer_jax.model.transformer import decode_step, logits_from_tail, prefill_chunk
@@ -60,6 +62,7 @@ class Programs:
     prefill: Mapping[int, jax.stages.Compiled]  # by T
     draw_from_tail: Mapping[int, jax.stages.Compiled]  # by B
     set_lane: jax.stages.Compiled
+    attention_backend: Backend = "xla"  # what decode and prefill were compiled with
 
     def all(self) -> dict[str, jax.stages.Compiled]:
         """Returns every program by a readable name."""
@@ -98,6 +101,7 @@ def compile_programs(
     *,
     capacity: CapacityVector,
     prefill_chunk_tokens: int,
+    attention_backend: Backend,
     progress: Progress | None = None,
 ) -> Programs:
     """Returns every program of one engine, compiled; cache and sampler state are donated by name.
@@ -109,6 +113,7 @@ def compile_programs(
         eos_mask: bool[V].
         capacity: decides B = 1..C and W.
         prefill_chunk_tokens: decides the buckets.
+        attention_backend: of decode and prefill.
         progress: told after each program.
     """
     width = capacity.row_pages
@@ -122,13 +127,18 @@ def compile_programs(
         packed: jax.Array,
     ) -> tuple[Cache, SamplerState, Sampled]:
         batch, rows = unpack_decode(packed)
-        logits, cache = decode_step(model.module(weights.leaves(arrays)), cache, batch)
+        logits, cache = decode_step(
+            model.module(weights.leaves(arrays)), cache, batch, backend=attention_backend
+        )
         sampled, sampler = sample(logits, sampler, rows, eos_mask)
         return cache, sampler, sampled
 
     def prefill(arrays: tuple[jax.Array, ...], cache: Cache, packed: jax.Array) -> Cache:
         # The logits are dropped, so the head is not part of this program: see `draw_from_tail`.
-        _, cache = prefill_chunk(model.module(weights.leaves(arrays)), cache, unpack_prefill(packed, width))
+        chunk = unpack_prefill(packed, width)
+        _, cache = prefill_chunk(
+            model.module(weights.leaves(arrays)), cache, chunk, backend=attention_backend
+        )
         return cache
 
     def draw_from_tail(
@@ -175,6 +185,7 @@ def compile_programs(
             size: program for (kind, size), program in compiled.items() if kind == "draw_from_tail"
         },
         set_lane=compiled["set_lane", 1],
+        attention_backend=attention_backend,
     )
 
 
@@ -246,6 +257,11 @@ class ModelExecutor:
     def compilations_after_warmup(self) -> int:
         """Backend compilations since this executor was ready; anything but zero is a defect."""
         return self._counter.num_compilations
+
+    @property
+    def attention_backend(self) -> Backend:
+        """Which attention kernels the programs were compiled with."""
+        return self._programs.attention_backend
 
     @property
     def programs(self) -> Programs:
@@ -347,6 +363,25 @@ def _num_bytes(tree: object) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
+def choose_attention_backend(config: Qwen35Config, spec: CacheSpec, device: jax.Device) -> Backend:
+    """Returns "mosaic" where the GPU kernels can run this model, else "xla".
+
+    Args:
+        config: the geometry.
+        spec: the cache layout; pages have the model's dtype.
+        device: where the programs will run.
+    """
+    is_supported = supports_mosaic(
+        platform=device.platform,
+        compute_capability=getattr(device, "compute_capability", None),
+        dtype=spec.kv_dtype,
+        num_query_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+    )
+    return "mosaic" if is_supported else "xla"
+
+
 def make_model_executor(
     model: LoadedModel,
     spec: CacheSpec,
@@ -386,6 +421,7 @@ def make_model_executor(
             eos_mask,
             capacity=capacity,
             prefill_chunk_tokens=prefill_chunk_tokens,
+            attention_backend=choose_attention_backend(model.config, spec, device),
             progress=progress,
         )
     counter = CompileCounter()

@@ -79,6 +79,11 @@ class Executor(Protocol):
     """What Program needs from a device; the real one and the model-free one both satisfy it."""
 
     @property
+    def attention_backend(self) -> str:
+        """Which attention kernels run, for reports."""
+        ...
+
+    @property
     def compilations_after_warmup(self) -> int:
         """Backend compilations since the executor was ready; anything but zero is a defect."""
         ...

@@ -121,6 +121,11 @@ class FakeExecutor:
         self.reset()
 
     @property
+    def attention_backend(self) -> str:
+        """There is no model."""
+        return "none"
+
+    @property
     def compilations_after_warmup(self) -> int:
         """Nothing is ever compiled here."""
         return 0

@@ -56,6 +56,9 @@ class Program:
 
     def _make_stores(self) -> None:
         capacity = self._capacity
+        if len(capacity.pools) != 1:
+            # An execution row has one block table: a second pool's pages would overwrite the first one's.
+            raise InvariantError(f"got {len(capacity.pools)} page pools, an execution row maps exactly one")
         self._lanes = SlotPool("lanes", capacity.num_lanes)
         self._rows = ExecutionRows(capacity.num_lanes, capacity.row_pages)
         self._state_slots = SlotPool("state slots", capacity.num_state_slots)
@@ -79,6 +82,11 @@ class Program:
     def prefill_chunk_tokens(self) -> int:
         """The most prompt tokens one `prefill` call runs."""
         return self._prefill_chunk_tokens
+
+    @property
+    def attention_backend(self) -> str:
+        """Which attention kernels run, for reports."""
+        return self._executor.attention_backend
 
     @property
     def compilations_after_warmup(self) -> int:
@@ -323,6 +331,8 @@ class Program:
             ContractError: if the batch was consumed before or a count is not in 0..produced; nothing changed.
         """
         self._require_pending(pending)
+        if any(produced != 1 for produced in pending.produced):
+            raise InvariantError(f"rows produced {pending.produced} tokens; a step draws one token per row")
         counts = [int(count) for count in accepted]
         if len(counts) != len(pending.handles):
             raise ContractError(f"commit got {len(counts)} counts for {len(pending.handles)} rows")

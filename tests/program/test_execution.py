@@ -7,6 +7,8 @@ asserts).
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 
 import jax
@@ -14,13 +16,16 @@ import numpy as np
 import pytest
 
 from ninfer_jax.errors import InvariantError
-from ninfer_jax.model.config import load_config
+from ninfer_jax.model.cache import make_cache_spec
+from ninfer_jax.model.config import Qwen35Config, load_config
 from ninfer_jax.model.loader import load_model
-from ninfer_jax.program.execution import prefill_buckets
+from ninfer_jax.program import execution
+from ninfer_jax.program.execution import choose_attention_backend, prefill_buckets
 from ninfer_jax.program.executor import DecodeInputs, PrefillInputs
 from ninfer_jax.program.lane_sampling import LaneSampling
 from ninfer_jax.program.opening import open_program, size_program
 from ninfer_jax.program.sizing import SizingOptions
+from ninfer_jax.program.weight_bundle import make_weight_bundle
 
 CONFIG = {
     "model_type": "qwen3_5_text",
@@ -319,3 +324,51 @@ def test_reset_gives_fresh_buffers_that_work(program, build):
     program.reset()
     assert set(program.occupancy().values()) == {0}
     assert build.run_alone(program, work) == first
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeDevice:
+    platform: str
+    compute_capability: str | None = None
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "backend"),
+    [
+        (FakeDevice("gpu", "9.0"), "bfloat16", 64, "mosaic"),
+        (FakeDevice("gpu", "9.0"), "float32", 64, "xla"),
+        (FakeDevice("gpu", "9.0"), "bfloat16", 16, "xla"),
+        (FakeDevice("gpu", "8.0"), "bfloat16", 64, "xla"),
+        (FakeDevice("cpu"), "bfloat16", 64, "xla"),
+    ],
+)
+def test_the_attention_kernels_follow_device_dtype_and_geometry(device, dtype, head_dim, backend):
+    config = dataclasses.replace(Qwen35Config.from_hf(CONFIG), head_dim=head_dim)
+    assert choose_attention_backend(config, make_cache_spec(config, dtype), device) == backend
+
+
+def test_the_chosen_kernels_reach_the_compiled_step(program, model, monkeypatch):
+    assert program.attention_backend == "xla"  # this machine's
+    asked = []
+
+    def remember(module, cache, *_, backend):
+        asked.append(backend)
+        raise LookupError
+
+    def lower_only(lowerings, progress):
+        for (kind, _), lower in lowerings.items():
+            with contextlib.suppress(LookupError):
+                lower() if kind in ("decode", "prefill") else None
+        return dict.fromkeys(lowerings)
+
+    monkeypatch.setattr(execution, "_compile_all", lower_only)
+    monkeypatch.setattr(execution, "decode_step", remember)
+    monkeypatch.setattr(execution, "prefill_chunk", remember)
+    spec = make_cache_spec(model.config, "float32")
+    buffers = execution.make_buffers(spec, program.capacity, 128, 128)
+    settings = {"capacity": program.capacity, "prefill_chunk_tokens": CHUNK, "attention_backend": "mosaic"}
+    programs = execution.compile_programs(
+        model, make_weight_bundle(model.leaves), buffers, jax.numpy.zeros(128, bool), **settings
+    )
+    assert asked == ["mosaic"] * (LANES + len(prefill_buckets(CHUNK)))
+    assert programs.attention_backend == "mosaic"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from ninfer_jax.errors import ContractError, StaleHandleError
-from ninfer_jax.program.fake import expected_tokens
+from ninfer_jax.errors import ContractError, InvariantError, StaleHandleError
+from ninfer_jax.program.fake import FakeExecutor, expected_tokens
 from ninfer_jax.program.lane_sampling import LaneSampling
+from ninfer_jax.program.memory_table import MemoryTable
+from ninfer_jax.program.program import Program
 from ninfer_jax.program.sequence import SequencePhase
 from ninfer_jax.request import AdmissionStatus, SequenceHandle
 
@@ -416,3 +420,19 @@ def test_close_is_final_and_idempotent(build):
         program.prefill(handle)
     with pytest.raises(ContractError, match="closed"):
         program.activate(build.work(10, 5))
+
+
+def test_a_second_page_pool_is_refused_instead_of_overwriting_the_first_ones_rows(build):
+    capacity = build.program().capacity
+    two = dataclasses.replace(capacity, pools=capacity.pools * 2)
+    with pytest.raises(InvariantError, match="2 page pools"):
+        Program(two, FakeExecutor(two, vocab_size=50), prefill_chunk_tokens=64, memory=MemoryTable((), 0, 0))
+
+
+def test_a_step_that_claims_two_tokens_a_row_is_refused(build):
+    program = build.program()
+    pending = prefill_whole(program, program.activate(build.work(10, 5)))
+    object.__setattr__(pending, "produced", (2,))
+    with pytest.raises(InvariantError, match="one token per row"):
+        program.commit(pending, [2])
+    assert program.occupancy()["open_batches"] == 1
