@@ -17,8 +17,8 @@ import jax
 from ninfer_jax.compile_cache import compile_cache_directory
 from ninfer_jax.errors import OptionError
 from ninfer_jax.frontend.frontend import Frontend
-from ninfer_jax.model.config import Qwen35Config, load_config
-from ninfer_jax.model.loader import load_model
+from ninfer_jax.model.config import Qwen35Config
+from ninfer_jax.model.loader import load_model, load_settled_config
 from ninfer_jax.options import PAGE_TOKENS, EngineOptions, ResolvedOptions, make_engine_options, resolve
 from ninfer_jax.parts import EngineParts, ModelFacts
 from ninfer_jax.program.compilation import use_compilation_cache
@@ -42,7 +42,7 @@ class Blueprint:
 
 
 def draw_up(path: str | Path, options: EngineOptions | None, changes: Mapping[str, Any]) -> Blueprint:
-    """Returns the checked plan of an engine; reads the config, no weight.
+    """Returns the checked plan of an engine; reads config and tensor headers, no weight.
 
     Raises:
         OptionError: if an option is wrong or the capacity cannot fit, naming what would.
@@ -51,7 +51,7 @@ def draw_up(path: str | Path, options: EngineOptions | None, changes: Mapping[st
     base = make_engine_options(options, **changes)
     device = pick_device(base.device)
     directory = checkpoint_directory(path)
-    config = load_config(directory)
+    config = load_settled_config(directory, load_format=base.load_format)
     resolved = resolve(base, platform=device.platform, model_max_context=config.max_position_embeddings)
     # a longer chunk than the context could never be filled, and its program would only cost compile time
     chunk = min(resolved.prefill_chunk, -(-resolved.max_context // PAGE_TOKENS) * PAGE_TOKENS)

@@ -525,8 +525,17 @@ def test_hints_are_kept_with_the_request(kit):
 
 
 def test_describe_names_model_options_and_memory(kit):
-    text = kit.engine(max_concurrency=3).describe()
-    for part in ("fake: 4 layers", "256 tokens per request", "3 at once", "8 private continuations", "total"):
+    engine = kit.engine(max_concurrency=3, prefill_chunk=1024, chunk=64)  # longer than the context: cut
+    text = engine.describe()
+    for part in (
+        "kernels: none",
+        "in chunks of 64",
+        "fake: 4 layers",
+        "256 tokens per request",
+        "3 at once",
+        "8 private continuations",
+        "total",
+    ):
         assert part in text
 
 
