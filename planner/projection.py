@@ -66,7 +66,7 @@ def class_fates(
         is copied), bool[...] (the source image is such a class and is forked).
     """
     other_device, other_host = class_wants(xp, tables, codes)
-    others = other_device | other_host
+    others = xp.logical_or(other_device, other_host)
     c = np.arange(tables.class_device.shape[0], dtype=np.int32)
     tail, image = tables.tail_class[candidate], tables.image_class[candidate][..., None]
     at = xp.concatenate([tail, image], -1)
