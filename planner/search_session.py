@@ -145,7 +145,7 @@ class Session:
         keys = self.keys(targets)
         fresh = [k not in self.seen for k in keys]
         cells = len(keys) * max(self.num_victims, 1)
-        self._ask_time(cells, completion_targets * max(self.num_victims, 1), is_known)
+        self.ask_time(cells, completion_targets * max(self.num_victims, 1), is_known=is_known)
         reason, room = self._room(len(keys))
         if reason is not None:
             counted = np.cumsum(fresh)
@@ -176,6 +176,25 @@ class Session:
         if reason is not None:
             raise SearchStopped(reason)
         return assessment, prices
+
+    def ask_time(self, cells: int, completion_cells: int, *, is_known: bool = True) -> None:
+        """Raises SearchStopped unless an operation as long as assessing `cells` may run (G-10)."""
+        used = self.clock() - self.start_ns
+        attainable = min((n.attainable for n in self.notes.values()), default=self.price_ns)
+        forecast = Forecast(
+            int(cells * self.ns_per_cell),
+            int(max(cells, completion_cells) * self.ns_per_cell),
+            SATURATED if self.price_ns >= SATURATED else self.price_ns - attainable,
+            is_known,
+        )
+        got = allow(
+            self.allowance, used, forecast, has_progressed=self.num_targets > self.assessed_at_renewal
+        )
+        if isinstance(got, StopReason):
+            raise SearchStopped(got)
+        if got is not self.allowance:
+            self.assessed_at_renewal = self.num_targets
+        self.allowance = got
 
     def attempt(self, targets: TargetBatch, completion_targets: int = 0) -> None:
         """Assesses what was not seen yet, in blocks."""
@@ -249,25 +268,6 @@ class Session:
         ]
         room, reason = min(left, key=lambda x: x[0])
         return (reason, max(room, 0)) if wanted > room else (None, room)
-
-    def _ask_time(self, cells: int, completion_cells: int, is_known: bool) -> None:
-        """Raises unless the next operation may run (G-10)."""
-        used = self.clock() - self.start_ns
-        attainable = min((n.attainable for n in self.notes.values()), default=self.price_ns)
-        forecast = Forecast(
-            int(cells * self.ns_per_cell),
-            int(max(cells, completion_cells) * self.ns_per_cell),
-            SATURATED if self.price_ns >= SATURATED else self.price_ns - attainable,
-            is_known,
-        )
-        got = allow(
-            self.allowance, used, forecast, has_progressed=self.num_targets > self.assessed_at_renewal
-        )
-        if isinstance(got, StopReason):
-            raise SearchStopped(got)
-        if got is not self.allowance:
-            self.assessed_at_renewal = self.num_targets
-        self.allowance = got
 
     def _offer_equal(
         self, targets: TargetBatch, assessment: Assessment, price: int, rows: np.ndarray

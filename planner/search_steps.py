@@ -76,6 +76,8 @@ def _construct(session: Session, candidate: CandidateNotes, num_left: int) -> No
     candidate.moves, candidate.moves_assessment, candidate.moves_prices = moves, assessment, prices
     candidate.picture = _picture(session, candidate.identity, moves, assessment, prices)
     candidate.attainable = SATURATED  # from here on the picture says what can still be had
+    if candidate.identity.price_ns >= session.price_ns and not session.round.improvable[candidate.index]:
+        return  # its domain was built (G-2); losing something cannot make it cheaper than losing nothing
     for around in _starts(session, candidate):
         _read(session, around, CORE_COMBINATIONS, CORE_TARGETS, guess)
     strongest = _strongest(session, candidate)
@@ -222,6 +224,7 @@ def _deepen(session: Session, candidate: CandidateNotes) -> None:
         session.attempt(make_targets(candidate.index, grid))
         return
     for around in _starts(session, candidate):
+        session.ask_time(BLOCK * session.num_victims, BLOCK * session.num_victims)
         _read(session, around, DEEP_COMBINATIONS, BLOCK, BLOCK)
 
 
@@ -261,9 +264,10 @@ def _exchange(session: Session, order: list[CandidateNotes]) -> None:
             codes = centre.target.codes
             single = _around(centre.target, candidate).codes
             owner = (single != codes).argmax(1)
-            first, second = np.nonzero(owner[:, None] < owner[None, :])
-            if not len(first) or len(first) > session.targets_left:
+            num_pairs = (len(owner) ** 2 - int((np.bincount(owner) ** 2).sum())) // 2
+            if not 0 < num_pairs <= session.targets_left:
                 break
+            first, second = np.nonzero(owner[:, None] < owner[None, :])
             pairs = single[first]
             pairs[np.arange(len(first)), owner[second]] = single[second, owner[second]]
             session.attempt(make_targets(candidate.index, pairs))
