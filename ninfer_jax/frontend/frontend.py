@@ -107,6 +107,7 @@ class Frontend:
             template_kwargs: further variables of the template.
         Raises:
             PromptError: if a message cannot be represented, the template refuses, or there is no template.
+            OptionError: if ``template_kwargs`` is no mapping from names.
         """
         checked = normalise_messages(messages)
         checked_tools = normalise_tools(tools)
@@ -115,6 +116,12 @@ class Frontend:
             raise PromptError(
                 f"{self.source} has no chat template (chat_template.jinja, or chat_template in "
                 "tokenizer_config.json), so messages cannot be rendered; give a text prompt or token ids"
+            )
+        if template_kwargs is not None and not (
+            isinstance(template_kwargs, Mapping) and all(isinstance(name, str) for name in template_kwargs)
+        ):
+            raise OptionError(
+                f"template_kwargs: got {template_kwargs!r}, expected a mapping from names to values"
             )
         options = dict(template_kwargs or {})
         if enable_thinking is not None:
@@ -207,7 +214,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise OptionError(f"{path} is not readable JSON: {error}") from error
     if not isinstance(value, dict):
         raise OptionError(f"{path} must hold a JSON object, got {type(value).__name__}")

@@ -58,7 +58,7 @@ def normalise_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str,
             )
         try:
             json.dumps(tool)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise PromptError(f"tools[{index}] ({name}) cannot be written as JSON: {error}") from error
     return [dict(tool) for tool in tools] or None
 
@@ -145,7 +145,7 @@ def _tool_call(where: str, call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments) if arguments.strip() else {}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PromptError(f"{where}: arguments of {name!r} are not valid JSON: {error}") from error
     if arguments is None:
         arguments = {}

@@ -17,13 +17,17 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 
 from ninfer_jax.errors import OptionError, PromptError
 
 JsonObject = Mapping[str, Any]
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"
+
+MAX_RENDER_STEPS = 1_000_000  # about a second; a conversation of 1,000 messages uses some 20,000
+_BUDGET = " budget"  # no template can name it
 
 
 class _GenerationBlock(Extension):
@@ -34,6 +38,35 @@ class _GenerationBlock(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+
+class _Budget:
+    """Calls and range items that one rendering may still use, so that no template runs for ever."""
+
+    def __init__(self) -> None:
+        self._left = MAX_RENDER_STEPS
+
+    def take(self, count: int) -> None:
+        self._left -= count
+        if self._left < 0:
+            raise jinja2.TemplateError(
+                f"the chat template uses more than {MAX_RENDER_STEPS} calls and range items; it may never end"
+            )
+
+    def range(self, *bounds: int) -> range:
+        numbers = safe_range(*bounds)
+        self.take(1 + len(numbers))
+        return numbers
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, which also counts every call against the rendering's budget."""
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # jinja's signature
+        budget = __context.get(_BUDGET)
+        if isinstance(budget, _Budget):
+            budget.take(1)
+        return super().call(__context, __obj, *args, **kwargs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +98,9 @@ class ChatTemplate:
             PromptError: with the template's own message when it refuses the conversation.
         """
         name = TOOL_TEMPLATE if tools and TOOL_TEMPLATE in self.templates else DEFAULT_TEMPLATE
+        budget = _Budget()
         variables: dict[str, Any] = {
+            "range": budget.range,
             **self.special_tokens,
             "documents": None,
             "strftime_now": now.strftime,
@@ -73,12 +108,15 @@ class ChatTemplate:
             "messages": messages,
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
+            _BUDGET: budget,
         }
         try:
             return self.templates[name].render(variables)
         except jinja2.TemplateError as error:
             raise PromptError(error.message or f"the chat template failed: {type(error).__name__}") from error
-        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        except (
+            TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError
+        ) as error:  # fmt: skip
             # Python errors inside a template come from values it did not expect, so they are the prompt's.
             raise PromptError(
                 f"the chat template could not render these messages: {type(error).__name__}: {error}"
@@ -99,12 +137,20 @@ def make_template(
     environment = _make_environment()
     compiled = {}
     for name, source in by_name.items():
+        if not isinstance(source, str):
+            raise OptionError(f"chat template {name!r} must be text, got {type(source).__name__}")
         try:
             compiled[name] = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise OptionError(
                 f"chat template {name!r} is not valid jinja, line {error.lineno}: {error}"
             ) from error
+        except (
+            ValueError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:  # from constants folded while compiling
+            raise OptionError(f"chat template {name!r} cannot be compiled: {error}") from error
     return ChatTemplate(
         templates=compiled,
         mentions_developer=any("developer" in source for source in by_name.values()),
@@ -138,16 +184,16 @@ def special_token_texts(tokenizer_config: JsonObject) -> dict[str, str]:
 def _template_sources(directory: Path, tokenizer_config: JsonObject) -> str | dict[str, str] | None:
     plain = directory / "chat_template.jinja"
     if plain.is_file():
-        sources = {DEFAULT_TEMPLATE: plain.read_text(encoding="utf-8")}
+        sources = {DEFAULT_TEMPLATE: _read_source(plain)}
         for extra in sorted((directory / "additional_chat_templates").glob("*.jinja")):
-            sources[extra.stem] = extra.read_text(encoding="utf-8")
+            sources[extra.stem] = _read_source(extra)
         return sources
     wrapped = directory / "chat_template.json"
     found = tokenizer_config.get("chat_template")
     if wrapped.is_file():
         try:
             found = json.loads(wrapped.read_text(encoding="utf-8"))["chat_template"]
-        except (ValueError, LookupError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise OptionError(f"{wrapped} must be a JSON object with a 'chat_template'") from error
     if found is None or isinstance(found, str):
         return found
@@ -160,8 +206,15 @@ def _template_sources(directory: Path, tokenizer_config: JsonObject) -> str | di
         ) from error
 
 
+def _read_source(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except ValueError as error:
+        raise OptionError(f"{path} is not valid UTF-8: {error}") from error
+
+
 def _make_environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
     )
     environment.globals["raise_exception"] = _raise_exception

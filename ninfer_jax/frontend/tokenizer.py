@@ -26,6 +26,9 @@ class TextTokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        # Files saved after training may carry both; they would silently cut or fill every prompt.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self._added: dict[int, str] = {index: token.content for index, token in added.items()}
@@ -47,6 +50,8 @@ class TextTokenizer:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the Rust side raises bare Exception
             raise OptionError(f"{path} is not a readable tokenizer.json: {error}") from error
+        if not tokenizer.get_vocab_size(with_added_tokens=True):
+            raise OptionError(f"{path} has an empty vocabulary")
         if not _is_byte_level(tokenizer):
             raise OptionError(
                 f"{path} is not a byte-level BPE tokenizer, the only kind Qwen3.5 checkpoints use; "

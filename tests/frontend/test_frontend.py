@@ -100,3 +100,15 @@ def test_recommended_sampling_needs_do_sample(raw, expected):
 def test_the_demo_template_is_valid_for_a_directory_of_its_own(qwen_directory):
     text = (Path(__file__).resolve().parents[2] / "ninfer_jax/assets/demo/chat_template.jinja").read_text()
     assert (qwen_directory / "chat_template.jinja").read_text() == text
+
+
+@pytest.mark.parametrize("wrong", [[1], "abc", {1: 2}])
+def test_template_kwargs_must_be_named_values(frontend, wrong):
+    with pytest.raises(OptionError, match="template_kwargs"):
+        frontend.prepare_messages([{"role": "user", "content": "a"}], template_kwargs=wrong)
+
+
+def test_settings_nested_without_end_are_named(tmp_path):
+    (tmp_path / "generation_config.json").write_text("[" * 100_000)
+    with pytest.raises(OptionError, match=r"generation_config\.json is not readable JSON"):
+        Frontend.from_directory(tmp_path, vocab_size=10)

@@ -114,3 +114,14 @@ def test_what_counts_as_a_query():
     assert is_user_query({"role": "user", "content": "hi"})
     assert not is_user_query({"role": "user", "content": " <tool_response>1</tool_response>\n"})
     assert not is_user_query({"role": "tool", "content": "hi"})
+
+
+def test_json_nested_without_end_is_the_callers_mistake():
+    call = {"function": {"name": "f", "arguments": "[" * 100_000}}
+    with pytest.raises(PromptError, match="not valid JSON"):
+        normalise_messages([{"role": "assistant", "content": "", "tool_calls": [call]}])
+    deep: list = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(PromptError, match="cannot be written as JSON"):
+        normalise_tools([{"function": {"name": "f", "parameters": deep}}])

@@ -210,3 +210,25 @@ def test_named_templates(tmp_path):
         load_template(tmp_path, {"chat_template": named[1:]})
     with pytest.raises(OptionError, match="list of objects"):
         load_template(tmp_path, {"chat_template": ["plain"]})
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    ],
+)
+def test_a_template_that_never_ends_is_stopped(source):
+    with pytest.raises(PromptError, match="may never end"):
+        make_template(source).render([{"role": "user", "content": "a"}], now=datetime(2030, 1, 1))
+
+
+def test_unusable_template_files_are_named(tmp_path):
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(OptionError, match="UTF-8"):
+        load_template(tmp_path, {})
+    with pytest.raises(OptionError, match="must be text"):
+        make_template({"default": 6})  # type: ignore[dict-item]
+    with pytest.raises(OptionError, match="cannot be compiled"):
+        make_template("{{ 10 ** 5000 }}")

@@ -181,3 +181,16 @@ def test_unusable_tokenizer_files_are_named(tmp_path):
     Tokenizer(models.WordLevel({"a": 0}, "a")).save(str(broken))
     with pytest.raises(OptionError, match="not a byte-level BPE"):
         TextTokenizer.from_file(broken)
+
+
+def test_truncation_and_padding_saved_in_the_file_do_not_change_prompts(tiny):
+    saved = Tokenizer.from_str(tiny._tokenizer.to_str())
+    saved.enable_truncation(2)
+    saved.enable_padding(length=20)
+    assert TextTokenizer(saved).encode("a longer text") == tiny.encode("a longer text")
+
+
+def test_an_empty_vocabulary_is_named(tmp_path):
+    Tokenizer(models.BPE(vocab={}, merges=[])).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(OptionError, match="empty vocabulary"):
+        TextTokenizer.from_file(tmp_path / "tokenizer.json")
