@@ -24,14 +24,24 @@ Physical half (imports nothing of the value half, so that a price can never deci
     plan, transition, readiness  sealed plans, post-states, the four answers
     backfill                     the persistent backfill proof
 
-Value half: cost, portfolio, search, shared_capture. `search` imports `search_types`, `target` and `plan`
-only. It is called with
+Value half:
+
+    cost                         prices of copies and prefill; presets
+    demand, portfolio            what requests asked for; what states are worth; J of every target
+    search_model, search_session,
+    search_steps, recency_ladder,
+    search_values, search        the materialisation search; `allowance` is its time rule
+    shared_capture               the other entry: Skip, unless a capture gains strictly
+    publication, planning        catalog cells; everything wired into one call
+
+No file of the search imports projection or portfolio. It is called with
 
     assess(targets) -> Assessment               every target's stage peaks, residual and work counts
     confirm(target) -> Confirmation             exact arena geometry, before a target becomes an incumbent
     outcomes(targets) -> CheckpointOutcomes     for `value` only
     successors(target, residual=...) -> targets monotone neighbours, helpful first, nothing pruned
-    value(targets, assessment) -> list[int]     J in integer nanoseconds, saturated
+    value(targets, assessment) -> int64[B]      J in nanoseconds, saturated
+    tie_break(targets, assessment) -> int64     what decides among equal J (O-12)
     adoptable(targets) -> bool[B]               logical publication, asked of the manager
     budget, clock                               optional effort; identity and root-maximal are outside of it
 
@@ -60,8 +70,30 @@ Arrays hold int32 units (slots, pages, granules); bytes and nanoseconds are Pyth
 >>> after, active = planner.apply(problem, maximal)
 >>> planner.used(after).tolist()
 [1, 0, 0, 5]
+
+Plan, look, change one constant, plan again:
+
+>>> roomy = planner.make_capacity(device_state_slots=3, device_pages=12)
+>>> state, x = planner.add_owner(planner.make_state(roomy), [planner.CheckpointSpec(256)])
+>>> state, y = planner.add_owner(state, [planner.CheckpointSpec(384)])
+>>> def plan(state, retention):
+...     problem = planner.make_problem(state, [planner.root_candidate(request)])
+...     return planner.plan_materialization(
+...         problem,
+...         planner.make_facts(problem, retention=retention),
+...         planner.resolve_cost_model(platform="gpu"),
+...         adoptable=planner.publication_slots(problem, vacant=1),
+...         budget=planner.Budget(),
+...         clock=lambda: 0,
+...     )
+>>> [v.owner == x for v in plan(state, {}).plan.victims]  # the shorter context is the smaller loss
+[True]
+>>> again = plan(state, {x: planner.Retention.LIVE_SESSION})
+>>> [v.owner == y for v in again.plan.victims], again.search.stop.name
+([True], 'QUEUE_EXHAUSTED')
 """
 
+from ninfer_jax.planner.allowance import StopReason
 from ninfer_jax.planner.backfill import BackfillProof, BackfillRefused, is_proof_stale, prove_backfill
 from ninfer_jax.planner.candidate import (
     Candidate,
@@ -72,6 +104,28 @@ from ninfer_jax.planner.candidate import (
     root_candidate,
 )
 from ninfer_jax.planner.capacity import PhysicalCapacity, PoolSpec, axis_names, fits, make_capacity, residual
+from ninfer_jax.planner.cost import (
+    CostPresets,
+    MachineCostModel,
+    hardware_class,
+    parse_presets,
+    prefill_ns,
+    prefill_signature,
+    presets_text,
+    resolve_cost_model,
+    transfer_ns,
+    work_ns,
+)
+from ninfer_jax.planner.demand import (
+    Demand,
+    Portfolio,
+    SharedCredit,
+    commit_demand,
+    grant_credit,
+    num_domains,
+    with_provisional,
+    without_owner,
+)
 from ninfer_jax.planner.extents import HostArena, make_arena
 from ninfer_jax.planner.functions import PhysicalFunctions, physical_functions
 from ninfer_jax.planner.ids import CheckpointKind, CheckpointRef, OwnerKind, Tier
@@ -96,13 +150,31 @@ from ninfer_jax.planner.operations import (
 from ninfer_jax.planner.outcome import PlanOutcome, decide, differences, from_json, replay
 from ninfer_jax.planner.outcomes import checkpoint_outcomes, make_outcome_tables, recoveries
 from ninfer_jax.planner.plan import Aborted, Committed, Readiness, ResourcePlan, ResourceResult, is_stale
+from ninfer_jax.planner.planning import (
+    Planned,
+    PriceSplit,
+    capture_candidate,
+    capture_scenario,
+    plan_materialization,
+)
+from ninfer_jax.planner.portfolio import (
+    CacheFacts,
+    NewCheckpoint,
+    Retention,
+    capture_gains,
+    make_facts,
+    make_value,
+)
 from ninfer_jax.planner.problem import Problem, Tables, identity_targets, make_problem, maximal_targets
 from ninfer_jax.planner.problem_json import PlanInputs
 from ninfer_jax.planner.projection import assess, assess_numpy
+from ninfer_jax.planner.publication import publication_slots
 from ninfer_jax.planner.readiness import gate, isolated_root_fits, readiness
 from ninfer_jax.planner.resolution import confirm, resolve
 from ninfer_jax.planner.rows import CheckpointSpec
+from ninfer_jax.planner.search import SearchResult, search_materialization
 from ninfer_jax.planner.search_types import Assessment, Budget, CheckpointOutcomes, Confirmation
+from ninfer_jax.planner.shared_capture import CaptureResult, CaptureScenario, plan_shared_capture
 from ninfer_jax.planner.state import (
     PhysicalState,
     checkpoint_ref,
@@ -128,16 +200,23 @@ __all__ = [
     "BackfillProof",
     "BackfillRefused",
     "Budget",
+    "CacheFacts",
     "Candidate",
+    "CaptureResult",
+    "CaptureScenario",
     "CheckpointKind",
     "CheckpointOutcomes",
     "CheckpointRef",
     "CheckpointSpec",
     "Committed",
     "Confirmation",
+    "CostPresets",
+    "Demand",
     "Direction",
     "Disposition",
     "HostArena",
+    "MachineCostModel",
+    "NewCheckpoint",
     "OwnerKind",
     "Phase",
     "PhysicalCapacity",
@@ -145,13 +224,20 @@ __all__ = [
     "PhysicalState",
     "PlanInputs",
     "PlanOutcome",
+    "Planned",
     "PoolSpec",
+    "Portfolio",
     "PrefillWork",
+    "PriceSplit",
     "Problem",
     "Readiness",
     "RequestWork",
     "ResourcePlan",
     "ResourceResult",
+    "Retention",
+    "SearchResult",
+    "SharedCredit",
+    "StopReason",
     "Tables",
     "TargetBatch",
     "Tier",
@@ -165,10 +251,14 @@ __all__ = [
     "assess_numpy",
     "axis_names",
     "capture",
+    "capture_candidate",
+    "capture_gains",
+    "capture_scenario",
     "check_invariants",
     "checkpoint_outcomes",
     "checkpoint_ref",
     "checkpoints_of",
+    "commit_demand",
     "confirm",
     "decide",
     "demote",
@@ -181,6 +271,8 @@ __all__ = [
     "fits",
     "from_json",
     "gate",
+    "grant_credit",
+    "hardware_class",
     "identity_targets",
     "is_device_ready",
     "is_proof_stale",
@@ -189,31 +281,47 @@ __all__ = [
     "isolated_root_fits",
     "make_arena",
     "make_capacity",
+    "make_facts",
     "make_outcome_tables",
     "make_problem",
     "make_request",
     "make_state",
     "make_successor_tables",
     "make_targets",
+    "make_value",
     "maximal_targets",
+    "num_domains",
+    "parse_presets",
     "physical_functions",
     "place_image",
     "place_run",
+    "plan_materialization",
+    "plan_shared_capture",
+    "prefill_ns",
+    "prefill_signature",
     "prefill_work",
+    "presets_text",
     "prove_backfill",
+    "publication_slots",
     "readiness",
     "recoveries",
     "remaining_prefill",
     "replay",
     "residual",
     "resolve",
+    "resolve_cost_model",
     "root_candidate",
     "seal",
+    "search_materialization",
     "set_edge",
     "set_pin",
     "set_transaction",
     "settle_fork",
     "successors",
+    "transfer_ns",
     "truncate",
     "used",
+    "with_provisional",
+    "without_owner",
+    "work_ns",
 ]
