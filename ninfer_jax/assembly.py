@@ -123,7 +123,9 @@ def checkpoint_directory(path: str | Path) -> Path:
         return Path(str(resources.files("ninfer_jax"))) / "assets" / "demo"
     directory = Path(path).expanduser()
     if not directory.is_dir():
-        raise OptionError(f"model: got {str(path)!r}, expected a Hugging Face directory, or 'demo'")
+        raise OptionError(
+            f"model: got {str(path)!r}, expected a Hugging Face directory, or 'demo'; nothing is downloaded"
+        )
     return directory
 
 

@@ -57,6 +57,10 @@ class Engine:
         threaded: bool = True,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
+        if isinstance(parts, str | Path):
+            raise OptionError(
+                f"Engine: got the path {str(parts)!r}; use Engine.from_pretrained({str(parts)!r})"
+            )
         self._parts = parts
         self._clock = clock
         self._inbox: Inbox = queue.SimpleQueue()
@@ -448,6 +452,10 @@ def _one_for_each(
 ) -> Sequence[SamplingParams | None]:
     if sampling is None or isinstance(sampling, SamplingParams):
         return [sampling] * count
+    if not isinstance(sampling, Sequence) or isinstance(sampling, str):
+        raise OptionError(
+            f"sampling: got {type(sampling).__name__}, expected SamplingParams, or a list with one per prompt"
+        )
     if len(sampling) != count:
         raise OptionError(f"sampling: got {len(sampling)} for {count} prompts, expected one for each, or one")
     return list(sampling)

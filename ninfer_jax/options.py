@@ -176,7 +176,8 @@ def make_engine_options(options: EngineOptions | None = None, **changes: Any) ->
         cache = dataclasses.replace(base.cache, **cache)
     if not isinstance(cache, ContextCacheOptions):
         raise OptionError(
-            f"cache: got {type(cache).__name__}, expected ContextCacheOptions or a mapping of its fields"
+            f"cache: got {repr(cache) if isinstance(cache, str) else type(cache).__name__}, expected "
+            "'read_write', 'disabled', ContextCacheOptions or a mapping of its fields"
         )
     cache_changes = {name: changes.pop(name) for name in tuple(changes) if name in cache_names}
     return dataclasses.replace(base, cache=dataclasses.replace(cache, **cache_changes), **changes)

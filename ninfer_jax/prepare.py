@@ -14,7 +14,7 @@ from ninfer_jax.errors import OptionError, PromptError, RequestError, RequestErr
 from ninfer_jax.program.admission import RequestWork
 from ninfer_jax.prompts import Messages, Prompt, is_messages, is_token_ids
 from ninfer_jax.request import HintArguments, RequestHints, check_hint_names, make_request_hints
-from ninfer_jax.sampling_params import SamplingParams
+from ninfer_jax.sampling_params import SamplingParams, advice_for
 
 if TYPE_CHECKING:
     from ninfer_jax.frontend.frontend import Frontend
@@ -69,7 +69,7 @@ def prepare_request(
         OptionError: if a parameter or hint is out of range.
         RequestError: CONTEXT_LENGTH_EXCEEDED if not even one answer token would fit behind the prompt.
     """
-    check_hint_names(hints)
+    _check_arguments(hints)
     checked_hints = make_request_hints(
         cache_enabled=options.cache.enabled,
         max_long_anchors=options.cache.max_long_anchors_per_continuation,
@@ -113,6 +113,16 @@ def prepare_request(
     )
 
 
+def _check_arguments(hints: HintArguments) -> None:
+    """Names the right place of an argument that stands among the hints but belongs elsewhere."""
+    for name in sorted(hints):
+        if (advice := advice_for(name)) is not None:
+            raise OptionError(f"unknown argument {name}; {advice}")
+        if name == "timeout_s" or name in PromptOptions.__dataclass_fields__:
+            raise OptionError(f"{name} is not an argument of this call; submit(...).result() takes it")
+    check_hint_names(hints)
+
+
 def prepare_prompt(frontend: Frontend, prompt: Prompt, how: PromptOptions) -> PreparedPrompt:
     """Returns the identity and boundaries of one prompt of any kind.
 
@@ -137,6 +147,11 @@ def prepare_prompt(frontend: Frontend, prompt: Prompt, how: PromptOptions) -> Pr
         return frontend.prepare_text(prompt)
     if is_token_ids(prompt):
         return frontend.prepare_tokens(cast("Sequence[int]", prompt), anchor_prompt_end=how.anchor_prompt_end)
+    if isinstance(prompt, int | float):
+        raise PromptError(
+            f"prompt: got {type(prompt).__name__} {prompt}, expected text, token ids or messages; a list of token ids may "
+            "hold integers only"
+        )
     size = f" of length {len(prompt)}" if isinstance(prompt, Sequence) else ""
     raise PromptError(
         f"prompt: got {type(prompt).__name__}{size}, expected text, token ids, or messages with role and "

@@ -235,6 +235,14 @@ class SamplingParams:
         return 1.0 if wants_sampling else 0.0
 
 
+def advice_for(name: str) -> str | None:
+    """Returns how to give a sampling parameter, by its own or another library's name; None for others."""
+    if name in {field.name for field in dataclasses.fields(SamplingParams)}:
+        return f"pass it as sampling=SamplingParams({name}=...)"
+    foreign = _FOREIGN_NAMES.get(name)
+    return None if foreign is None else f"in SamplingParams use {foreign}"
+
+
 def make_sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
     """Returns checked parameters from a mapping, such as a request body's.
 
@@ -259,9 +267,12 @@ def make_sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
 def _real(name: str, got: object, low: float, high: float, bound: str, *, open_low: bool = False) -> None:
     if got is None:
         return
-    if isinstance(got, bool) or not isinstance(got, Real) or not math.isfinite(got):
+    try:
+        value = float(got) if isinstance(got, Real) and not isinstance(got, bool) else math.nan
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value):
         raise OptionError(f"{name}: got {got!r}, expected a number {bound}")
-    value = float(got)
     if not low <= value <= high or (open_low and value == low):
         raise OptionError(f"{name}: got {got}, expected {bound}")
 
