@@ -149,8 +149,8 @@ def prepare_prompt(frontend: Frontend, prompt: Prompt, how: PromptOptions) -> Pr
         return frontend.prepare_tokens(cast("Sequence[int]", prompt), anchor_prompt_end=how.anchor_prompt_end)
     if isinstance(prompt, int | float):
         raise PromptError(
-            f"prompt: got {type(prompt).__name__} {prompt}, expected text, token ids or messages; a list of token ids may "
-            "hold integers only"
+            f"prompt: got {type(prompt).__name__} {prompt}, expected text, token ids or messages; a list of "
+            "token ids may hold integers only"
         )
     size = f" of length {len(prompt)}" if isinstance(prompt, Sequence) else ""
     raise PromptError(
