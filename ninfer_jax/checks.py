@@ -6,6 +6,7 @@ Owns their wording: which field, what was got, what is expected (F-3). The bound
 from __future__ import annotations
 
 import operator
+from numbers import Real
 from typing import SupportsIndex
 
 from ninfer_jax.errors import OptionError
@@ -62,7 +63,7 @@ def checked_seconds(name: str, got: object) -> float:
     Raises:
         OptionError: if it is no number, not above zero, or beyond ``MAX_SECONDS``.
     """
-    if isinstance(got, bool) or not isinstance(got, int | float) or not 0 < got <= MAX_SECONDS:
+    if isinstance(got, bool) or not isinstance(got, Real) or not 0 < got <= MAX_SECONDS:
         # NaN fails both comparisons
         raise OptionError(f"{name}: got {got!r}, expected seconds above 0 and at most {MAX_SECONDS}")
     return float(got)

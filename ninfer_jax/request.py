@@ -196,6 +196,8 @@ def make_request_hints(
 
 
 def _checked_markers(markers: Iterable[CacheMarker]) -> tuple[CacheMarker, ...]:
+    if not isinstance(markers, Iterable):
+        raise OptionError(f"markers: got {markers!r}, expected a sequence of CacheMarker")
     checked = tuple(markers)
     if len(checked) > MAX_MARKERS:
         raise OptionError(

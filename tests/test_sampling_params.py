@@ -221,3 +221,9 @@ def test_dense_bias_and_masks() -> None:
         dense_bias(lane, 4)
     with pytest.raises(ValueError, match=r"from 0 to 3, got -1\.\.2"):
         token_mask([2, -1], 4)
+
+
+def test_integers_beyond_every_float_are_out_of_range() -> None:
+    for params in (SamplingParams(temperature=10**400), SamplingParams(logit_bias={1: 10**400})):
+        with pytest.raises(OptionError, match="expected a number"):
+            params.validate()

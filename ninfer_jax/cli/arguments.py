@@ -107,7 +107,7 @@ def parse_kv_capacity(text: str | None) -> int | str | None:
     """Returns tokens as an int, ``"auto"`` as it is, None when the option was not given."""
     if text is None or text == "auto":
         return text
-    if not text.isdigit():
+    if not text.isdecimal():
         raise OptionError(f"--kv-capacity: got {text!r}, expected a number of tokens or 'auto'")
     return int(text)
 

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from ninfer_jax.cli.arguments import add_engine_arguments, add_sampling_arguments, open_engine, sampling_from
+from ninfer_jax.errors import PromptError
 
 HELP = "commands: /reset forgets the conversation, /regenerate answers again, /quit ends (Ctrl-D too)"
 
@@ -60,6 +61,8 @@ def read_turn(interactive: bool) -> str | None:
         return input("> " if interactive else "").strip()
     except EOFError:
         return None
+    except UnicodeDecodeError as error:
+        raise PromptError(f"standard input is not {error.encoding} text: {error.reason}") from error
 
 
 def answer(engine: Any, messages: list[dict[str, Any]], sampling: Any, thinking: bool) -> str:

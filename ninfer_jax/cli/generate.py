@@ -13,7 +13,7 @@ from ninfer_jax.cli.arguments import (
     print_json,
     sampling_from,
 )
-from ninfer_jax.errors import OptionError
+from ninfer_jax.errors import OptionError, PromptError
 from ninfer_jax.prompts import Prompt
 
 
@@ -60,7 +60,7 @@ def read_prompts(args: argparse.Namespace) -> list[str | list[int]]:
     """Returns the prompts of the command line; stdin stands in for '-' or for none at all."""
     prompts: list[str | list[int]] = [parse_token_ids(ids) for ids in args.token_ids or ()]
     texts = args.prompts or ([] if prompts else ["-"])
-    prompts.extend(sys.stdin.read().rstrip("\n") if text == "-" else text for text in texts)
+    prompts.extend(read_stdin() if text == "-" else text for text in texts)
     if args.chat and any(not isinstance(prompt, str) for prompt in prompts):
         raise OptionError("--token-ids cannot be combined with --chat: a template needs text")
     if args.system is not None and not args.chat:
@@ -68,10 +68,18 @@ def read_prompts(args: argparse.Namespace) -> list[str | list[int]]:
     return prompts
 
 
+def read_stdin() -> str:
+    """Returns all of standard input without the line ends behind it."""
+    try:
+        return sys.stdin.read().rstrip("\n")
+    except UnicodeDecodeError as error:
+        raise PromptError(f"standard input is not {error.encoding} text: {error.reason}") from error
+
+
 def parse_token_ids(text: str) -> list[int]:
     """Returns the ids of '12,7,99' or '12 7 99'."""
     pieces = text.replace(",", " ").split()
-    if not pieces or not all(piece.isdigit() for piece in pieces):
+    if not pieces or not all(piece.isdecimal() for piece in pieces):
         raise OptionError(f"--token-ids: got {text!r}, expected non-negative integers such as 12,7,99")
     return [int(piece) for piece in pieces]
 

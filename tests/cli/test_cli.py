@@ -13,7 +13,7 @@ import pytest
 from ninfer_jax import Engine
 from ninfer_jax.cli import chat, generate
 from ninfer_jax.cli.main import exit_code_of, main, one_line
-from ninfer_jax.errors import EngineClosedError, OptionError, RequestError, RequestErrorKind
+from ninfer_jax.errors import EngineClosedError, OptionError, PromptError, RequestError, RequestErrorKind
 
 SMALL = ["--max-context", "256", "--concurrency", "2", "--prefill-chunk", "64"]  # the fixture's engine
 
@@ -161,3 +161,16 @@ def test_one_line_keeps_the_file_name_of_an_os_error():
         one_line(FileNotFoundError(2, "No such file or directory", "/x")) == "/x: No such file or directory"
     )
     assert one_line(ValueError("two\nlines")) == "two lines"
+
+
+def test_digits_that_are_no_decimals_are_one_line_and_two(capsys):
+    for words in (("--token-ids", "²"), ("--kv-capacity", "²", "x")):
+        code, out, err = run(capsys, "generate", *words)
+        assert (code, out) == (2, "") and "got '²'" in err
+
+
+@pytest.mark.parametrize("read", [generate.read_stdin, lambda: chat.read_turn(False)])
+def test_input_that_is_no_text_is_one_clear_mistake(monkeypatch, read):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff\n"), encoding="utf-8"))
+    with pytest.raises(PromptError, match="standard input is not utf-8 text"):
+        read()

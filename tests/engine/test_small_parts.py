@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ninfer_jax import model, options
+from ninfer_jax.checks import checked_seconds
 from ninfer_jax.compile_cache import compile_cache_directory, processor_digest
 from ninfer_jax.errors import InvariantError, OptionError, PromptError, RequestError, RequestErrorKind
 from ninfer_jax.identity import Evidence
@@ -221,3 +222,14 @@ def test_where_compiled_programs_are_kept(tmp_path, monkeypatch):
 def test_model_and_engine_mean_the_same_page():
     # K-2: two numbers, because options are read before JAX and the model are loaded
     assert options.PAGE_TOKENS == model.PAGE_TOKENS
+
+
+@pytest.mark.parametrize("wrong", [5, None])
+def test_markers_must_be_a_sequence(wrong):
+    with pytest.raises(OptionError, match="markers: got"):
+        hints(markers=wrong)
+
+
+@pytest.mark.parametrize("seconds", [np.float32(5), np.int64(5), 5])
+def test_seconds_may_be_any_real_number(seconds):
+    assert checked_seconds("timeout_s", seconds) == 5.0
