@@ -20,6 +20,8 @@ from ninfer_jax.errors import OptionError
 # `LaneSampling.num_logprobs` of a lane that wants none; 0 means the drawn token's alone.
 NO_LOGPROBS = -1
 
+# Already uniform; far beyond it, float32 would shrink even the scores of ids that must not be drawn to 0.
+MAX_TEMPERATURE = 1e6
 MAX_LOGPROBS = 20  # columns that a step reports
 MAX_ABS_LOGIT_BIAS = 100.0  # OpenAI's range
 MAX_ABS_PENALTY = 2.0  # OpenAI's range
@@ -127,7 +129,7 @@ class SamplingParams:
         Raises:
             OptionError: naming the field, its value and the bound it breaks.
         """
-        _real("temperature", self.temperature, 0.0, math.inf, "0 (greedy) or more")
+        _real("temperature", self.temperature, 0.0, MAX_TEMPERATURE, "from 0 (greedy) to 1e6")
         _real("top_p", self.top_p, 0.0, 1.0, "above 0 and at most 1 (off)", open_low=True)
         _integer("top_k", self.top_k, -1, MAX_INT32, "-1 or 0 (off), or 1 and more")
         _real("min_p", self.min_p, 0.0, 1.0, "from 0 (off) to 1")

@@ -17,7 +17,7 @@ from ninfer_jax.sampling_params import NO_LOGPROBS, LaneSampling, SamplingParams
 QWEN_DEFAULTS = {"temperature": 1.0, "top_k": 20, "top_p": 0.95, "do_sample": True}
 
 BAD_VALUES = [
-    ("temperature", -0.1, "0 .greedy. or more"),
+    ("temperature", -0.1, "from 0 .greedy. to 1e6"),
     ("temperature", math.inf, "a number"),
     ("temperature", math.nan, "a number"),
     ("temperature", "hot", "a number"),
@@ -227,3 +227,10 @@ def test_integers_beyond_every_float_are_out_of_range() -> None:
     for params in (SamplingParams(temperature=10**400), SamplingParams(logit_bias={1: 10**400})):
         with pytest.raises(OptionError, match="expected a number"):
             params.validate()
+
+
+@pytest.mark.parametrize("temperature", [1e7, 3e38, 1e308])
+def test_a_temperature_that_float32_cannot_divide_by_is_refused(temperature: float) -> None:
+    # at 3e38 the device drew padding ids: their score, the lowest float32, shrank to nothing
+    with pytest.raises(OptionError, match=r"temperature: got .*, expected from 0"):
+        SamplingParams(temperature=temperature).validate()
