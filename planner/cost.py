@@ -48,16 +48,21 @@ def scale(rate_q32: int, amount: int) -> int:
 
 def saturating_sum(a: np.ndarray, b: np.ndarray | int) -> np.ndarray:
     """Returns int64 ``a + b`` cut at SATURATED; both non-negative."""
+    if _largest(a) + _largest(b) < EXACT_FLOAT:
+        return a + b
     return a + np.minimum(b, SATURATED - a)
 
 
 def saturating_product(a: np.ndarray, b: np.ndarray | int) -> np.ndarray:
     """Returns int64 ``a * b`` cut at SATURATED; both non-negative."""
-    exact = np.multiply(a, b, dtype=np.float64) < EXACT_FLOAT
-    if np.all(exact):
+    if _largest(a) * _largest(b) < EXACT_FLOAT:
         return np.multiply(a, b, dtype=np.int64)
     bound = SATURATED // np.maximum(b, 1)
     return np.where(a > bound, SATURATED, np.multiply(np.minimum(a, bound), b, dtype=np.int64))
+
+
+def _largest(a: np.ndarray | int) -> float:
+    return float(a.max(initial=0)) if isinstance(a, np.ndarray) else float(a)
 
 
 def saturating_total(a: np.ndarray, axis: int) -> np.ndarray:
@@ -74,9 +79,14 @@ def scale_array(rate_q32: int, amount: np.ndarray) -> np.ndarray:
     if (whole + 1.0) * float(amount.max(initial=0)) >= EXACT_FLOAT:
         flat = [scale(rate_q32, int(a)) for a in amount.ravel()]
         return np.asarray(flat, np.int64).reshape(amount.shape)
-    low = (amount & (Q32 - 1)).astype(np.uint64) * np.uint64(part)  # below 2**64
-    carry = (low >> np.uint64(32)) + ((low & np.uint64(Q32 - 1)) != 0)
-    return amount * whole + (amount >> 32) * part + carry.astype(np.int64)
+    largest = int(amount.max(initial=0))
+    if largest * part < 2**62:
+        below_one = (amount * part + (Q32 - 1)) >> 32
+    else:
+        low = (amount & (Q32 - 1)).astype(np.uint64) * np.uint64(part)  # below 2**64
+        carry = (low >> np.uint64(32)) + ((low & np.uint64(Q32 - 1)) != 0)
+        below_one = (amount >> 32) * part + carry.astype(np.int64)
+    return amount * whole + below_one if whole else below_one
 
 
 # ---------------------------------------------------------------- models
@@ -191,8 +201,10 @@ def prefill_ns_array(
     total = saturating_product(chunks, p.chunk_ns)
     total = saturating_sum(total, scale_array(p.token_q32, tokens))
     total = saturating_sum(total, scale_array(p.pair_q32, pairs))
-    total = saturating_sum(total, saturating_product(vision_items, p.vision_item_ns))
-    return saturating_sum(total, scale_array(p.patch_q32, vision_patches))
+    if vision_items.any() or vision_patches.any():
+        total = saturating_sum(total, saturating_product(vision_items, p.vision_item_ns))
+        total = saturating_sum(total, scale_array(p.patch_q32, vision_patches))
+    return total
 
 
 def work_ns(model: MachineCostModel, work: Work) -> int:

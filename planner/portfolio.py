@@ -642,19 +642,21 @@ def _make_static(
     tokens = np.append(state.checkpoint_frontier[rows], 0).astype(np.int64)
     work = np.concatenate([state.checkpoint_rebuild[rows], np.zeros((1, 3), np.int32)]).astype(np.int64)
     rebuild = prefill_ns_array(model, work[:, 0], tokens, tokens * (tokens + 1) // 2, work[:, 1], work[:, 2])
-    low, high = tokens[index][:, :, None], tokens[index][:, None, :]
-    more = work[index][:, None, :, :] - work[index][:, :, None, :]
-    suffix = np.maximum(high - low, 0)
-    interval = prefill_ns_array(
+    lower, upper = np.triu_indices(depth, 1)  # from checkpoint j up to i
+    start, end = tokens[index][:, lower], tokens[index][:, upper]
+    more = np.maximum(work[index][:, upper] - work[index][:, lower], 0)
+    suffix = np.maximum(end - start, 0)
+    price = prefill_ns_array(
         model,
         np.maximum(more[..., 0], suffix > 0),
         suffix,
-        low * suffix + suffix * (suffix + 1) // 2,
-        np.maximum(more[..., 1], 0),
-        np.maximum(more[..., 2], 0),
+        start * suffix + suffix * (suffix + 1) // 2,
+        more[..., 1],
+        more[..., 2],
     )
-    is_below = (low < high) & (index < q)[:, :, None] & (index < q)[:, None, :]
-    interval = np.where(is_below, interval, SATURATED)
+    interval = np.full((len(owners), depth, depth), SATURATED)
+    is_below = (start < end) & (index[:, upper] < q)  # ranks are filled from below
+    interval[:, lower, upper] = np.where(is_below, price, SATURATED)
 
     partial = state.checkpoint_kv_tokens[rows] % page > 0
     sizes = np.asarray(state.capacity.item_bytes()[1:], np.int64)
