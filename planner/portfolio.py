@@ -216,6 +216,14 @@ def _make_codes(codes: np.ndarray) -> _Codes:
     return _Codes(codes, rows, owners, codes[rows, owners], starts)
 
 
+def _select(codes: _Codes, mask: np.ndarray) -> _Codes:
+    """Returns the codes of the targets in `mask` (bool[B])."""
+    keep = mask[codes.rows]
+    rows = (np.cumsum(mask) - 1)[codes.rows[keep]]
+    starts = np.searchsorted(rows, np.arange(int(mask.sum()) + 1))
+    return _Codes(codes.all[mask], rows, codes.owners[keep], codes.codes[keep], starts)
+
+
 @dataclass(frozen=True, eq=False)
 class _Pattern:
     """Values under one candidate and one set of Host-only classes."""
@@ -349,17 +357,39 @@ class PortfolioValue:
         out = np.zeros(b if width is None else (b, width), np.int64)
         codes = np.where(targets.codes == ABSENT, KEEP, targets.codes)
         everything = _make_codes(codes)
-        host_only = self._host_only(targets, everything)
-        keys = targets.candidate.astype(np.int64)
-        if host_only is not None:
-            keys = keys * len(host_only) + _equal_rows(host_only)
+        keys, moved = self._groups(targets, everything)
         groups = np.unique(keys)
-        for key in groups:
-            rows = np.flatnonzero(keys == key) if len(groups) > 1 else np.arange(b)
-            which = int(targets.candidate[rows[0]])
-            pattern = self._pattern(which, None if host_only is None else host_only[rows[0]])
-            out[rows] = rule(which, pattern, _make_codes(codes[rows]) if len(groups) > 1 else everything)
+        for key in groups.tolist():
+            which, kind = divmod(key, b + 1)
+            host_only = moved[kind - 1] if kind else self._identity_host_only(which)
+            pattern = self._pattern(which, host_only)
+            if len(groups) == 1:
+                return rule(which, pattern, everything)
+            rows = keys == key
+            out[rows] = rule(which, pattern, _select(everything, rows))
         return out
+
+    def _groups(self, targets: TargetBatch, codes: _Codes) -> tuple[np.ndarray, np.ndarray]:
+        """Returns int64[B] and bool[n, C]: key ``candidate * (B + 1)``, plus 1 + i where row i of the second
+        says which classes are kept on Host only; without it the identity's pattern holds.
+
+        A class can leave the Device only when everybody who needs it there has changed.
+        """
+        problem, b = self.problem, len(targets)
+        keys = targets.candidate.astype(np.int64) * (b + 1)
+        if not (problem.objects.class_of >= 0).any():
+            return keys, np.zeros((0, 0), bool)
+        releases = self._touches[codes.owners, codes.codes]
+        changed = np.bincount(codes.rows[releases], minlength=b)
+        absent = (problem.source_victim >= 0)[targets.candidate]
+        touched = np.flatnonzero((changed > 0) & (changed + absent >= self._least_release))
+        if not len(touched):
+            return keys, np.zeros((0, 0), bool)
+        padded = np.zeros((len(touched), problem.tables.contributions.shape[0]), np.int32)
+        padded[:, : problem.num_victims] = targets.codes[touched]
+        moved = self._fates(targets.candidate[touched], padded)
+        keys[touched] += 1 + _equal_rows(moved)
+        return keys, moved
 
     @cached_property
     def _least_release(self) -> int:
@@ -381,26 +411,6 @@ class PortfolioValue:
             tables.host_mask != tables.host_mask[:, :1]
         )
         return other.any(-1)
-
-    def _host_only(self, targets: TargetBatch, codes: _Codes) -> np.ndarray | None:
-        """Returns bool[B, C], classes that somebody keeps, but on Host only; None without classes.
-
-        A class can leave the Device only when everybody who needs it there has changed.
-        """
-        problem = self.problem
-        if not (problem.objects.class_of >= 0).any():
-            return None
-        releases = self._touches[codes.owners, codes.codes]
-        changed = np.bincount(codes.rows[releases], minlength=len(targets))
-        absent = (problem.source_victim >= 0)[targets.candidate]
-        touched = np.flatnonzero((changed > 0) & (changed + absent >= self._least_release))
-        identities = [self._identity_host_only(d) for d in range(len(problem.candidates))]
-        out = np.stack(identities)[targets.candidate]
-        if len(touched):
-            padded = np.zeros((len(touched), problem.tables.contributions.shape[0]), np.int32)
-            padded[:, : problem.num_victims] = targets.codes[touched]
-            out[touched] = self._fates(targets.candidate[touched], padded)
-        return out
 
     def _fates(self, candidate: np.ndarray, padded: np.ndarray) -> np.ndarray:
         on_device, on_host, *_ = class_fates(np, self.problem.tables, candidate, padded)
