@@ -7,7 +7,7 @@ from ninfer_jax.planner.capacity import make_capacity
 from ninfer_jax.planner.cost import Q32, MachineCostModel, PrefillModel, TransferCoefficients, TransferModel
 from ninfer_jax.planner.demand import Demand, Portfolio, commit_demand, match_matrix
 from ninfer_jax.planner.ids import CheckpointKind, OwnerKind
-from ninfer_jax.planner.operations import CheckpointSpec, activate_root, add_owner, advance
+from ninfer_jax.planner.operations import CheckpointSpec, activate_root, add_owner, advance, set_pin
 from ninfer_jax.planner.planning import capture_candidate, capture_scenario
 from ninfer_jax.planner.portfolio import NewCheckpoint, Retention, capture_gains, make_facts, make_value
 from ninfer_jax.planner.problem import make_problem
@@ -120,6 +120,82 @@ def test_several_owners_may_have_to_go_together():  # E-6: neither frees the sha
     result = plan_shared_capture([scenario(state, 500, 1)[1]])
     assert (result.found.target.codes == EVICT).all()
     assert result.gain_ns == 500
+
+
+def test_cap_02_victims_are_asked_although_a_slot_is_vacant():
+    state, _ = busy_machine(50, pages=1)  # no free state slot; the catalog has room
+    _, one = scenario(state, 100, 2, retention={0: Retention.DISPOSABLE})
+    result = plan_shared_capture([one])
+    assert result.gain_ns == 200 - 50
+    assert result.found.assessment.degraded.tolist() == [1]
+
+
+def replacing(owner):
+    """The scenario in which the catalog's only slot must be that of `owner`."""
+
+    def adoptable_in(problem):
+        row = int(np.flatnonzero(problem.victims == owner)[0])
+        return lambda targets: targets.codes[:, row] == EVICT
+
+    return adoptable_in
+
+
+def shared_machine(frontier, *victims, pages):
+    """A full catalog of one shared entry T beside private owners, `pages` free pages, no free state slot."""
+    need = sum(-(-v // 64) for v in (frontier, *victims)) + 8
+    state = make_state(make_capacity(device_state_slots=2 + len(victims), device_pages=need + pages, lanes=1))
+    state, t = add_owner(state, [CheckpointSpec(frontier)], kind=OwnerKind.SHARED)
+    owners = []
+    for v in victims:
+        state, o = add_owner(state, [CheckpointSpec(v)])
+        owners.append(o)
+    state, active = activate_root(state, 64 * 8)
+    return advance(state, active, 100), t, owners
+
+
+def replacement(state, t, saving, t_records, new_records):
+    demands = Portfolio()
+    for i in range(t_records):
+        demands = commit_demand(demands, Demand(("t", i), frozenset(["t"])))
+    for i in range(new_records):
+        demands = commit_demand(demands, Demand(("n", i), creatable=frozenset(["new"])))
+    problem = make_problem(state, [capture_candidate(state.capacity, (100,))])
+    facts = make_facts(problem, portfolio=demands, keys={0: "t"})
+    new = NewCheckpoint(saving, match_matrix(demands, ["new"])[0], False)
+    before, after = make_value(problem, facts, UNIT), make_value(problem, facts, UNIT, new=new)
+    return problem, capture_scenario(
+        problem,
+        lambda targets, assessment: capture_gains(before, after, targets, assessment),
+        adoptable=replacing(t)(problem),
+    )
+
+
+@pytest.mark.parametrize(("saving", "gain"), [(400, 0), (401, 3)])
+def test_cap_06_replacement_only_when_strictly_better(saving, gain):
+    state, t, _ = shared_machine(600, pages=1)
+    _, one = replacement(state, t, saving, t_records=2, new_records=3)
+    result = plan_shared_capture([one])
+    assert (result.gain_ns, result.is_skip) == (gain, gain == 0)
+
+
+@pytest.mark.parametrize(("saving", "replaced"), [(2000, True), (300, False)])
+def test_cap_03_replacement_and_victims_are_one_target(saving, replaced):
+    """The entry lends its slot; its page stays with a protected owner, so V's must be freed as well."""
+    state, t, (v,) = shared_machine(64, 200, pages=0)
+    state, holder = add_owner(
+        state,
+        [CheckpointSpec(64, image=int(state.checkpoint_image[0]))],
+        share_with=t,
+        share_tokens=64,
+    )
+    state = set_pin(state, holder, pins=1)
+    problem, one = replacement(state, t, saving, t_records=0, new_records=1)
+    result = plan_shared_capture([one])
+    assert result.is_skip is not replaced
+    if replaced:
+        gone = problem.victims[result.found.target.codes[0] == EVICT]
+        assert sorted(gone.tolist()) == sorted([t, v])
+        assert result.gain_ns == saving - 4 * 200
 
 
 def test_ties_go_to_the_earlier_scenario_and_the_budget_is_shared():  # G-11
