@@ -209,6 +209,8 @@ def _draw_stochastic(scores: jax.Array, rows: SamplingRows, stochastic: jax.Arra
     temperature = jnp.where(stochastic, rows.temperature, 1.0)[:, None]
     # Distances from the best are divided, not the scores: the best stays exactly 0 and roundings stay small.
     scores = (scores - jnp.max(scores, axis=-1, keepdims=True)) / temperature
+    # A logit of -0.0 beside a best of 0.0 is tied with it; as a negative zero it would be listed behind it.
+    scores = jnp.where(scores < 0.0, scores, 0.0)
     cuts = Cuts(rows.top_k, rows.top_p, rows.min_p)
     cut = stochastic & is_cut(cuts)
 

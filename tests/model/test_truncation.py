@@ -32,7 +32,7 @@ def make_scores(vocab_size: int, seed: int, spread: float, grid: float | None) -
         scores[0] = 0.0
     if grid is not None:
         scores = np.round(scores / grid) * grid
-    return (scores - scores.max()).astype(np.float32)
+    return (scores - scores.max() + 0.0).astype(np.float32)  # +0.0: no negative zeros, as in the product
 
 
 def naive_prefix(scores: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
