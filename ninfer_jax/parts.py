@@ -69,9 +69,11 @@ def _option_lines(options: ResolvedOptions, prefill_chunk_tokens: int) -> list[s
     ]
     return [
         *lines,
-        f"reuse      {cache.max_private_continuations} private continuations with "
+        "reuse      not yet: every request starts from root; recorded for it:",
+        f"           {cache.max_private_continuations} private continuations with "
         f"{cache.max_long_anchors_per_continuation} anchors each, {cache.max_shared_prefixes} shared; "
         f"{', '.join(switches) or 'no switches'}",
-        f"states     {options.total_device_state_slots} on the device, {cache.host_state_slots} on the host; "
-        f"host KV {format_bytes(cache.host_kv_capacity_bytes)}",
+        f"           {cache.host_state_slots} host states, host KV "
+        f"{format_bytes(cache.host_kv_capacity_bytes)} (not allocated)",
+        f"states     {options.total_device_state_slots} on the device",
     ]
