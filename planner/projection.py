@@ -185,7 +185,7 @@ def project_batch(tables: Tables, candidate: Array, codes: Array) -> jax.Array:
 
 
 def assess_numpy(problem: Problem, targets: TargetBatch) -> Assessment:
-    """Returns the assessment computed by NumPy, in blocks that stay in the cache; the compiled one's oracle."""
+    """Returns the assessment computed by NumPy, in blocks that fit the cache; the compiled one's oracle."""
     codes = _padded_codes(problem, targets)
     blocks = [slice(at, at + NUMPY_BLOCK) for at in range(0, max(len(codes), 1), NUMPY_BLOCK)]
     parts = [project(np, problem.tables, targets.candidate[b], codes[b]) for b in blocks]
@@ -266,7 +266,7 @@ def _unpack_bits(xp: ModuleType, words: Array) -> Array:
 
 
 def _groups(xp: ModuleType, columns: Array, items: int) -> Array:
-    """Returns int32[G, ..., J] from int32[..., G * J], each group contiguous: NumPy adds those much faster."""
+    """Returns int32[G, ..., J] from int32[..., G * J], each group contiguous: NumPy adds those faster."""
     split = columns.reshape((*columns.shape[:-1], columns.shape[-1] // items, items))
     return _contiguous(xp, xp.moveaxis(split, -2, 0))
 

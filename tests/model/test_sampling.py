@@ -352,7 +352,7 @@ def test_the_output_is_counted_and_a_new_sequence_starts_empty() -> None:
     ids=str,
 )
 def test_forbidden_ids_are_never_drawn(values: dict[str, float]) -> None:
-    # Ids beyond the tokenizer, EOS and the lane's stop ids hold nearly all the mass, and bias pulls at them too.
+    # Ids beyond the tokenizer, EOS and the lane's stop ids hold nearly all the mass; bias pulls at them too.
     (logits,) = typical_logits(spread=1.0)
     allowed, eos, stop = VOCAB - 30, 17, 600
     logits[[eos, stop]] = 12.0
