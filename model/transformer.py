@@ -125,6 +125,72 @@ def _read_slots(pool: jax.Array, slots: jax.Array) -> jax.Array:
     return pool.at[slots].get(mode="fill", fill_value=0)
 
 
+@dataclass(eq=False)
+class _Working:
+    """The per-layer arrays of one pass over the cache; a layer replaces its own as it runs."""
+
+    k_pages: list[jax.Array]
+    v_pages: list[jax.Array]
+    recurrent: list[jax.Array]
+    conv: list[jax.Array]
+
+    @classmethod
+    def of(cls, cache: Cache) -> _Working:
+        """Returns the arrays of a cache, ready to be replaced."""
+        return cls(list(cache.k_pages), list(cache.v_pages), list(cache.recurrent), list(cache.conv))
+
+    def cache_with(self, tail_hidden: jax.Array) -> Cache:
+        """Returns the cache after the pass."""
+        return Cache(
+            tuple(self.k_pages), tuple(self.v_pages), tuple(self.recurrent), tuple(self.conv), tail_hidden
+        )
+
+
+def _mix_over_cache(
+    config: Qwen35Config,
+    working: _Working,
+    rotary: tuple[jax.Array, jax.Array],
+    *,
+    read: jax.Array,
+    write: jax.Array,
+    page_ids: jax.Array,
+    offsets: jax.Array,
+    advance: Callable[..., tuple[jax.Array, jax.Array, jax.Array]],
+    attend: Callable[[jax.Array, jax.Array, jax.Array, float], jax.Array],
+) -> MixFn:
+    """Returns what decode and prefill do with every layer; they differ in `advance` and `attend` alone.
+
+    Args:
+        config: says which state or pool a layer owns.
+        working: read and replaced in place.
+        rotary: cos and sin of the tokens.
+        read: int32[...], state slots; out of range reads the zero state.
+        write: int32[...], state slots.
+        page_ids: int32[N], where the tokens' K and V go; out of range writes nothing.
+        offsets: int32[N], columns of those pages.
+        advance: (mixer, x, recurrent, conv) -> (out, recurrent, conv) of a linear layer.
+        attend: (q, k_pages, v_pages, scale) -> the attended values of a full-attention layer.
+    """
+
+    def mix(index: int, mixer: Mixer, x: jax.Array) -> jax.Array:
+        if isinstance(mixer, GatedDeltaNet):
+            i = config.linear_layers.index(index)
+            state = _read_slots(working.recurrent[i], read), _read_slots(working.conv[i], read)
+            out, recurrent, conv = advance(mixer, x, *state)
+            working.recurrent[i] = working.recurrent[i].at[write].set(recurrent, mode="drop")
+            working.conv[i] = working.conv[i].at[write].set(conv, mode="drop")
+            return out
+        i = config.full_layers.index(index)
+        heads = mixer.project(x, *rotary)
+        # Written first, read after: reading the old pool would make XLA keep a copy of it.
+        working.k_pages[i] = write_tokens(working.k_pages[i], heads.k, page_ids, offsets)
+        working.v_pages[i] = write_tokens(working.v_pages[i], heads.v, page_ids, offsets)
+        attended = attend(heads.q, working.k_pages[i], working.v_pages[i], mixer.scale)
+        return mixer.finish(attended, heads.gate)
+
+    return mix
+
+
 def decode_step(
     module: Qwen35, cache: Cache, batch: DecodeBatch, *, backend: Backend = "xla"
 ) -> tuple[jax.Array, Cache]:
@@ -136,41 +202,25 @@ def decode_step(
         batch: the rows.
         backend: attention backend, static.
     """
-    config = module.config
-    cos, sin = rotary_table(config, batch.positions, module.dtype)
     last = batch.lengths - 1
     page_ids = jnp.take_along_axis(batch.block_tables, last[:, None] // PAGE_TOKENS, axis=1)[:, 0]
-    k_pages, v_pages = list(cache.k_pages), list(cache.v_pages)
-    recurrent, conv = list(cache.recurrent), list(cache.conv)
-
-    def mix(index: int, mixer: Mixer, x: jax.Array) -> jax.Array:
-        if isinstance(mixer, GatedDeltaNet):
-            i = config.linear_layers.index(index)
-            state = _read_slots(recurrent[i], batch.read_slots), _read_slots(conv[i], batch.read_slots)
-            out, new_recurrent, new_conv = mixer.step(x, *state)
-            recurrent[i] = recurrent[i].at[batch.write_slots].set(new_recurrent, mode="drop")
-            conv[i] = conv[i].at[batch.write_slots].set(new_conv, mode="drop")
-            return out
-        i = config.full_layers.index(index)
-        heads = mixer.project(x, cos, sin)
-        # Written first, read after: reading the old pool would make XLA keep a copy of it.
-        k_pages[i] = write_tokens(k_pages[i], heads.k, page_ids, last % PAGE_TOKENS)
-        v_pages[i] = write_tokens(v_pages[i], heads.v, page_ids, last % PAGE_TOKENS)
-        attended = decode_attention(
-            heads.q,
-            k_pages[i],
-            v_pages[i],
-            batch.block_tables,
-            batch.lengths,
-            scale=mixer.scale,
-            backend=backend,
-        )
-        return mixer.finish(attended, heads.gate)
-
+    working = _Working.of(cache)
+    mix = _mix_over_cache(
+        module.config,
+        working,
+        rotary_table(module.config, batch.positions, module.dtype),
+        read=batch.read_slots,
+        write=batch.write_slots,
+        page_ids=page_ids,
+        offsets=last % PAGE_TOKENS,
+        advance=lambda mixer, x, *state: mixer.step(x, *state),
+        attend=lambda q, k_pages, v_pages, scale: decode_attention(
+            q, k_pages, v_pages, batch.block_tables, batch.lengths, scale=scale, backend=backend
+        ),
+    )
     hidden = run_layers(module, module.embedding[...][batch.tokens], mix)
     tail = cache.tail_hidden.at[batch.write_slots].set(hidden, mode="drop")
-    after = Cache(tuple(k_pages), tuple(v_pages), tuple(recurrent), tuple(conv), tail)
-    return head_logits(module, hidden), after
+    return head_logits(module, hidden), working.cache_with(tail)
 
 
 def prefill_hidden(
@@ -190,43 +240,34 @@ def prefill_hidden(
         backend: attention backend, static.
         observe: see `run_layers`.
     """
-    config, tokens = module.config, chunk.tokens.shape[0]
-    cos, sin = rotary_table(config, chunk.positions, module.dtype)
-    offsets = jnp.arange(tokens, dtype=jnp.int32)
+    offsets = jnp.arange(chunk.tokens.shape[0], dtype=jnp.int32)
     index_in_sequence = chunk.start_tokens + offsets
     pages = chunk.block_table.at[index_in_sequence // PAGE_TOKENS].get(mode="fill", fill_value=-1)
-    page_ids = jnp.where(offsets < chunk.num_tokens, pages, -1)  # -1 is no page: padding writes nothing
-    k_pages, v_pages = list(cache.k_pages), list(cache.v_pages)
-    recurrent, conv = list(cache.recurrent), list(cache.conv)
-
-    def mix(index: int, mixer: Mixer, x: jax.Array) -> jax.Array:
-        if isinstance(mixer, GatedDeltaNet):
-            i = config.linear_layers.index(index)
-            state = _read_slots(recurrent[i], chunk.read_slot), _read_slots(conv[i], chunk.read_slot)
-            out, new_recurrent, new_conv = mixer.chunk(x, *state, chunk.num_tokens)
-            recurrent[i] = recurrent[i].at[chunk.write_slot].set(new_recurrent, mode="drop")
-            conv[i] = conv[i].at[chunk.write_slot].set(new_conv, mode="drop")
-            return out
-        i = config.full_layers.index(index)
-        heads = mixer.project(x, cos, sin)
-        k_pages[i] = write_tokens(k_pages[i], heads.k, page_ids, index_in_sequence % PAGE_TOKENS)
-        v_pages[i] = write_tokens(v_pages[i], heads.v, page_ids, index_in_sequence % PAGE_TOKENS)
-        attended = prefill_attention(
-            heads.q,
-            k_pages[i],
-            v_pages[i],
+    working = _Working.of(cache)
+    mix = _mix_over_cache(
+        module.config,
+        working,
+        rotary_table(module.config, chunk.positions, module.dtype),
+        read=chunk.read_slot,
+        write=chunk.write_slot,
+        page_ids=jnp.where(offsets < chunk.num_tokens, pages, -1),  # no page: padding writes nothing
+        offsets=index_in_sequence % PAGE_TOKENS,
+        advance=lambda mixer, x, *state: mixer.chunk(x, *state, chunk.num_tokens),
+        attend=lambda q, k_pages, v_pages, scale: prefill_attention(
+            q,
+            k_pages,
+            v_pages,
             chunk.block_table,
             chunk.start_tokens,
             chunk.num_tokens,
-            scale=mixer.scale,
+            scale=scale,
             backend=backend,
-        )
-        return mixer.finish(attended, heads.gate)
-
+        ),
+    )
     hidden = run_layers(module, module.embedding[...][chunk.tokens], mix, observe)
     last = lax.dynamic_index_in_dim(hidden, chunk.num_tokens - 1, keepdims=False)
     tail = cache.tail_hidden.at[chunk.write_slot].set(last, mode="drop")
-    return hidden, Cache(tuple(k_pages), tuple(v_pages), tuple(recurrent), tuple(conv), tail)
+    return hidden, working.cache_with(tail)
 
 
 def prefill_chunk(

@@ -317,8 +317,6 @@ class Worker:
         Returns:
             When the tokens had reached the host, in the clock's nanoseconds.
         """
-        if any(produced != 1 for produced in pending.produced):
-            raise InvariantError(f"rows produced {pending.produced} tokens; one per row is what is published")
         tokens = pending.tokens().tolist()
         now_ns = self._clock()
         logprobs = pending.logprobs() if any(job.wants_logprobs for job in jobs) else None

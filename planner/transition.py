@@ -87,12 +87,13 @@ def seal(
         return placed
     state, which = problem.state, resolution.candidate
     checkpoint = problem.candidates[which].checkpoint
-    dropped = {c: checkpoint_ref(state, c) for c in resolution.dropped}
+    dropped: dict[int, list[CheckpointRef]] = {owner: [] for owner in resolution.degraded}
+    for c in resolution.dropped:
+        dropped[int(state.checkpoint_owner[c])].append(checkpoint_ref(state, c))
     victims = []
-    for owner in resolution.degraded:
+    for owner, refs in dropped.items():
         generation = Generation(int(state.owner_generation[owner]))
-        mine = tuple(ref for c, ref in dropped.items() if state.checkpoint_owner[c] == owner)
-        victims.append(VictimClaim(OwnerId(owner), generation, owner in resolution.evicted, mine))
+        victims.append(VictimClaim(OwnerId(owner), generation, owner in resolution.evicted, tuple(refs)))
     readiness = Readiness.NEEDS_TRANSFER
     if not assessment.degraded[0] and not assessment.h2d[0].any():
         readiness = Readiness.READY

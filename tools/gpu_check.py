@@ -21,13 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ninfer_jax.model.cache import PAGE_TOKENS
 from ninfer_jax.model.kernels import _mgpu_compat as mgpu
 from ninfer_jax.model.kernels.mosaic_decode import decode_mosaic, split_count
 from ninfer_jax.model.kernels.mosaic_prefill import prefill_mosaic
 from ninfer_jax.model.kernels.page_write import copy_pages, pack_pages, unpack_pages, write_tokens
 from ninfer_jax.model.kernels.reference import decode_attention_reference, prefill_attention_reference
 
-PAGE_TOKENS = 64
 HEAD_DIM = 256
 # Weights are rounded to bfloat16 before they meet V, and the result once more: two steps of 2**-8 of about 1.
 TOLERANCE = 8e-3

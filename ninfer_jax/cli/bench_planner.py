@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ninfer_jax.cli.arguments import print_json
+from ninfer_jax.options import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from ninfer_jax.planner import Candidate, PhysicalState, Problem, TargetBatch
     from ninfer_jax.planner.problem_json import PlanInputs
 
-PAGE_TOKENS = 64
 GROUP = 8  # owners that share one root prefix
 UNHURRIED_NS = 60 * 10**9
 GROWTH_OWNERS = (8, 16, 32, 64, 128, 256)
