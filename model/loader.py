@@ -1,28 +1,27 @@
 """Owns loading: a Hugging Face directory, or nothing but a geometry, to parameters on the device.
 
-It owns no names or layouts (`weights.py`) and runs the model only for research (`LoadedModel.logits`).
+It owns no names or layouts (`weights.py`), opens no file (`tensor_files.py`) and runs the model only for
+research (`LoadedModel.logits`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors import safe_open
 
 from ninfer_jax.model.cache import PAGE_TOKENS
 from ninfer_jax.model.config import Qwen35Config, load_config
-from ninfer_jax.model.errors import CheckpointError
+from ninfer_jax.model.tensor_files import has_weight_files, open_checkpoint
 from ninfer_jax.model.transformer import Qwen35, full_logits
 from ninfer_jax.model.weights import (
     HEAD_NAME,
@@ -37,8 +36,6 @@ from ninfer_jax.model.weights import (
 
 DTypeName = Literal["float32", "bfloat16"]
 _DTYPES = {"float32": jnp.dtype(jnp.float32), "bfloat16": jnp.dtype(jnp.bfloat16)}
-INDEX_NAME = "model.safetensors.index.json"
-_TENSOR_DTYPES = ("F32", "BF16", "F16")
 DEFAULT_STYLE = CheckpointStyle(prefix="model.", fused_experts=True)
 
 
@@ -129,79 +126,6 @@ def export_tensors(module: Qwen35, style: CheckpointStyle = DEFAULT_STYLE) -> di
     return dict(checkpoint_tensors(module.config, values, style))
 
 
-@dataclass(frozen=True)
-class TensorFiles:
-    """The headers of a checkpoint: where each tensor is and what it looks like; no weight has been read."""
-
-    file_of: Mapping[
-        str, Any
-    ]  # open, memory-mapped: parsing a header anew for every expert would be quadratic
-    shapes: Mapping[str, tuple[int, ...]]
-
-    def read(self, name: str) -> np.ndarray:
-        """Returns one tensor, possibly as a view of the mapped file."""
-        return self.file_of[name].get_tensor(name)
-
-
-def open_checkpoint(directory: Path) -> TensorFiles:
-    """Returns the tensor directory of a sharded or single-file safetensors checkpoint.
-
-    Raises:
-        CheckpointError: if there is no safetensors file, a shard is missing or unreadable, or a tensor has a
-            dtype that is not a plain float.
-    """
-    index = directory / INDEX_NAME
-    single = directory / "model.safetensors"
-    if index.is_file():
-        files = _shards(index)
-    elif single.is_file():
-        files = [single]
-    else:
-        files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(
-            f"no safetensors weights in {directory}: expected model.safetensors or an index.json"
-        )
-    absent = [path.name for path in files if not path.is_file()]
-    if absent:
-        raise CheckpointError(
-            f"{len(absent)} shards named by {index.name} are missing: {', '.join(absent[:8])}"
-        )
-    file_of: dict[str, Any] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in files:
-        try:
-            file = safe_open(path, framework="numpy")
-        except Exception as error:
-            raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
-        for name in file.keys():  # safe_open is no mapping
-            header = file.get_slice(name)
-            if header.get_dtype() not in _TENSOR_DTYPES and not skipped_names((name,)):
-                raise CheckpointError(
-                    f"{name} is {header.get_dtype()}, expected one of {', '.join(_TENSOR_DTYPES)}"
-                )
-            file_of[name], shapes[name] = file, tuple(header.get_shape())
-    return TensorFiles(file_of, shapes)
-
-
-def _shards(index: Path) -> list[Path]:
-    """Returns the files that an index names, all of them beside it: a checkpoint may not reach outside."""
-    try:
-        raw = json.loads(index.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{index} is not valid JSON: {error}") from error
-    weight_map = raw.get("weight_map", {}) if isinstance(raw, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{index} must hold an object whose weight_map maps tensor names to file names")
-    names = sorted(set(weight_map.values()))
-    outside = [name for name in names if not name or Path(name).name != name]
-    if outside:
-        raise CheckpointError(
-            f"{index} names {outside[0]!r}, expected the name of a file in the same directory"
-        )
-    return [index.parent / name for name in names]
-
-
 def param_bytes(config: Qwen35Config, dtype: DTypeName) -> int:
     """Returns the bytes that the parameters of `config` occupy on the device, without allocating them."""
     specs = abstract_parameters(config, _DTYPES[dtype]).values()
@@ -276,8 +200,7 @@ def load_settled_config(
     """
     directory = Path(directory)
     config = load_config(directory)
-    has_weights = any(directory.glob("*.safetensors")) or (directory / INDEX_NAME).is_file()
-    if load_format == "dummy" or not config.tie_word_embeddings or not has_weights:
+    if load_format == "dummy" or not config.tie_word_embeddings or not has_weight_files(directory):
         return config
     return _settle(config, open_checkpoint(directory).shapes)
 

@@ -1,6 +1,7 @@
 """Owns the correspondence between checkpoint tensors and the module's parameters, in both directions.
 
-It owns names, shapes and layouts only: no file is opened here (`loader.py`) and no array reaches a device.
+It owns names, shapes and layouts only: no file is opened here (`tensor_files.py`) and no array reaches a
+device.
 
 Letters: V vocabulary, H hidden size, F/Fs expert and shared widths, E experts, D head size, M convolution
 channels.
@@ -8,7 +9,7 @@ channels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -106,9 +107,9 @@ def check_tensors(table: Collection[Recipe], shapes: Mapping[str, Shape]) -> Non
     ]
     problems = []
     if missing:
-        problems.append(f"{len(missing)} tensors are missing: {_some(missing)}")
+        problems.append(f"{len(missing)} tensors are missing: {name_some(missing)}")
     if wrong:
-        problems.append(f"{len(wrong)} tensors contradict config.json: {_some(wrong)}")
+        problems.append(f"{len(wrong)} tensors contradict config.json: {name_some(wrong)}")
     if problems:
         raise CheckpointError("the checkpoint cannot be loaded: " + "; ".join(problems))
 
@@ -145,7 +146,8 @@ def checkpoint_tensors(
             yield part.name, np.ascontiguousarray(part.unpack(value[part.place]))
 
 
-def _some(items: list[str], limit: int = 8) -> str:
+def name_some(items: Sequence[str], limit: int = 8) -> str:
+    """Returns the first few names as text, and how many more there are."""
     more = f" and {len(items) - limit} more" if len(items) > limit else ""
     return ", ".join(items[:limit]) + more
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Encoding, Tokenizer, models
 
 from ninfer_jax.errors import OptionError, PromptError
 
@@ -44,7 +44,8 @@ class TextTokenizer:
         """Returns the tokenizer of a ``tokenizer.json``.
 
         Raises:
-            OptionError: if the file cannot be read or is not a byte-level BPE.
+            OptionError: if the file cannot be read or is not a byte-level BPE through and through: another
+                model behind a byte-level decoder would read and write rubbish without a word.
         """
         try:
             tokenizer = Tokenizer.from_file(str(path))
@@ -52,9 +53,9 @@ class TextTokenizer:
             raise OptionError(f"{path} is not a readable tokenizer.json: {error}") from error
         if not tokenizer.get_vocab_size(with_added_tokens=True):
             raise OptionError(f"{path} has an empty vocabulary")
-        if not _is_byte_level(tokenizer):
+        if (flaw := _flaw(tokenizer)) is not None:
             raise OptionError(
-                f"{path} is not a byte-level BPE tokenizer, the only kind Qwen3.5 checkpoints use; "
+                f"{path} is not a byte-level BPE tokenizer, the only kind Qwen3.5 checkpoints use: {flaw}; "
                 "remove the file to run on token ids alone"
             )
         return cls(tokenizer)
@@ -156,10 +157,30 @@ def _byte_alphabet() -> Mapping[str, int]:
     return alphabet
 
 
-def _is_byte_level(tokenizer: Tokenizer) -> bool:
-    """Whether a tokenizer decodes through the byte-level alphabet, directly or as one step of a sequence."""
-    if tokenizer.decoder is None:
+def _flaw(tokenizer: Tokenizer) -> str | None:
+    """Returns what keeps a tokenizer from turning any text into bytes of its vocabulary and back, or None."""
+    model = tokenizer.model
+    if not isinstance(model, models.BPE):
+        return f"its model is {type(model).__name__}"
+    for name in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if getattr(model, name):
+            return f"its {name} is {getattr(model, name)!r}, which would show in every answer"
+    if not _has_byte_level_step(tokenizer.decoder, "decoders"):
+        return "its decoder is not ByteLevel"
+    if not (
+        _has_byte_level_step(tokenizer.pre_tokenizer, "pretokenizers")
+        or _has_byte_level_step(tokenizer.normalizer, "normalizers")
+    ):
+        return "its pre_tokenizer is not ByteLevel"
+    missing = [byte for symbol, byte in _byte_alphabet().items() if tokenizer.token_to_id(symbol) is None]
+    if missing:
+        return f"{len(missing)} of the 256 bytes have no token (such as {min(missing):#04x})"
+    return None
+
+
+def _has_byte_level_step(component: object, steps_name: str) -> bool:
+    """Whether a component of a tokenizer is ByteLevel, directly or as one step of a sequence."""
+    if component is None:
         return False
-    decoder = json.loads(tokenizer.decoder.__getstate__())
-    steps = decoder.get("decoders", [decoder])
-    return any(step.get("type") == "ByteLevel" for step in steps)
+    described = json.loads(component.__getstate__())  # type: ignore[attr-defined]
+    return any(step.get("type") == "ByteLevel" for step in described.get(steps_name, [described]))

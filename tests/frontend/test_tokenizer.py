@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from ninfer_jax.errors import OptionError, PromptError
 from ninfer_jax.frontend.tokenizer import TextTokenizer, decode_bytes, token_border
@@ -181,6 +181,41 @@ def test_unusable_tokenizer_files_are_named(tmp_path):
     Tokenizer(models.WordLevel({"a": 0}, "a")).save(str(broken))
     with pytest.raises(OptionError, match="not a byte-level BPE"):
         TextTokenizer.from_file(broken)
+
+
+def byte_level(model, *, decoder=True, pre_tokenizer=True) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    if decoder:
+        tokenizer.decoder = decoders.ByteLevel()
+    if pre_tokenizer:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return tokenizer
+
+
+BYTES = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+LESS = {symbol: index for index, symbol in enumerate(sorted(BYTES.keys() - {"!"}))}
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "flaw"),
+    [
+        (byte_level(models.WordLevel(BYTES, "a")), "its model is WordLevel"),
+        (byte_level(models.Unigram([(symbol, 0.0) for symbol in BYTES])), "its model is Unigram"),
+        (byte_level(models.BPE(BYTES, [], end_of_word_suffix="</w>")), "end_of_word_suffix is '</w>'"),
+        (byte_level(models.BPE(BYTES, []), decoder=False), "decoder is not ByteLevel"),
+        (byte_level(models.BPE(BYTES, []), pre_tokenizer=False), "pre_tokenizer is not ByteLevel"),
+        (byte_level(models.BPE(LESS, [])), r"1 of the 256 bytes have no token \(such as 0x21\)"),
+        (byte_level(models.BPE(BYTES, [])), None),
+    ],
+    ids=["words", "unigram", "suffix", "decoder", "pre-tokenizer", "bytes", "whole"],
+)
+def test_half_a_byte_level_tokenizer_is_refused_with_its_flaw(tmp_path, tokenizer, flaw):
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    if flaw is None:
+        assert TextTokenizer.from_file(tmp_path / "tokenizer.json").encode("!") == [BYTES["!"]]
+        return
+    with pytest.raises(OptionError, match=rf"not a byte-level BPE .*{flaw}"):
+        TextTokenizer.from_file(tmp_path / "tokenizer.json")
 
 
 def test_truncation_and_padding_saved_in_the_file_do_not_change_prompts(tiny):

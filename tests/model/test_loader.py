@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from ninfer_jax.model import CheckpointError, load_config, load_model, loader, param_bytes
+from ninfer_jax.model import CheckpointError, load_config, load_model, loader, param_bytes, tensor_files
 from ninfer_jax.model.loader import export_tensors, load_settled_config, make_random_module, parameters_of
 from ninfer_jax.model.weights import CheckpointStyle, detect_style, recipes
 
@@ -38,7 +38,7 @@ def no_reads(monkeypatch):
     def refuse(self, name):
         raise AssertionError(f"read {name} before the checkpoint was known to be usable")
 
-    monkeypatch.setattr(loader.TensorFiles, "read", refuse)
+    monkeypatch.setattr(tensor_files.TensorFiles, "read", refuse)
 
 
 def tensors_of(directory):
@@ -310,3 +310,58 @@ def test_an_index_may_not_name_files_outside_its_directory(checkpoint, no_reads)
         (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
         with pytest.raises(CheckpointError, match="same directory"):
             load_model(directory)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_a_weight_that_is_no_number_is_named(checkpoint, dtype, value):
+    directory = checkpoint("dense")
+    tensors = {name: tensor.astype(dtype) for name, tensor in tensors_of(directory).items()}
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name][3, 5] = value
+    rewrite(directory, tensors)
+    with pytest.raises(CheckpointError, match=rf"layers\.1\.mlp\.down_proj\.weight is {value} at \[3, 5\]"):
+        load_model(directory, dtype="float32")
+
+
+def test_every_slice_of_a_tensor_is_checked_and_the_largest_numbers_pass():
+    size = 2 * tensor_files._CHECKED_ELEMENTS + 3
+    for dtype in (np.float32, np.float16, ml_dtypes.bfloat16):
+        whole = np.full(size, ml_dtypes.finfo(dtype).min, dtype)
+        tensor_files.check_finite("w", whole)
+        tensor_files.check_finite("w", np.zeros((0, 4), dtype))
+        for place in (0, tensor_files._CHECKED_ELEMENTS, size - 1):
+            spoilt = whole.copy()
+            spoilt[place] = np.nan
+            with pytest.raises(CheckpointError, match=rf"w is nan at \[{place}\]"):
+                tensor_files.check_finite("w", spoilt)
+
+
+def test_a_shard_without_what_the_index_promises_is_named_before_any_is_read(checkpoint, no_reads):
+    directory = checkpoint("moe")
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.layers.9.gone.weight"] = "model-00001-of-00002.safetensors"
+    path.write_text(json.dumps(index))
+    with pytest.raises(
+        CheckpointError, match=r"1 tensors .*layers\.9\.gone\.weight in model-00001-of-00002\.safetensors"
+    ):
+        load_model(directory)
+
+
+def test_a_stripped_draft_head_is_no_reason_to_refuse(checkpoint, small_model):
+    directory = checkpoint("moe")
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["mtp.norm.weight"] = "model-00001-of-00002.safetensors"
+    path.write_text(json.dumps(index))
+    assert_same_parameters(load_model(directory, dtype="float32"), small_model("moe"))
+
+
+def test_the_index_decides_between_two_shards_that_hold_a_tensor(checkpoint, small_model):
+    directory = checkpoint("moe")
+    first, second = (directory / f"model-0000{n}-of-00002.safetensors" for n in (1, 2))
+    held = load_file(first)
+    name = sorted(held)[0]
+    save_file({**load_file(second), name: np.zeros_like(held[name])}, second)
+    assert_same_parameters(load_model(directory, dtype="float32"), small_model("moe"))
