@@ -21,12 +21,13 @@ from ninfer_jax.engine import Engine
 from ninfer_jax.frontend.frontend import Frontend
 from ninfer_jax.model.cache import Cache, make_cache_spec
 from ninfer_jax.model.loader import load_model
-from ninfer_jax.model.sampling import MAX_LOGPROBS, Sampled, SamplerState
+from ninfer_jax.model.sampling import SamplerState
 from ninfer_jax.parts import EngineParts
 from ninfer_jax.program.compilation import CompileCounter
 from ninfer_jax.program.execution import Buffers, ModelExecutor, Programs, make_buffers, prefill_buckets
-from ninfer_jax.program.packing import ROW_WIDTH
+from ninfer_jax.program.packing import RESULT_WIDTH
 from ninfer_jax.program.program import Program
+from ninfer_jax.program.row_layout import ROW_WIDTH
 from ninfer_jax.program.weight_bundle import WeightBundle, make_weight_bundle
 
 
@@ -99,61 +100,64 @@ def _empty_engine(directory: Path, num_rows: int) -> Engine:
 def _empty_programs(
     weights: WeightBundle, buffers: Buffers, eos_mask: jax.Array, num_lanes: int, width: int
 ) -> Programs:
-    def nothing_drawn(num_rows: int) -> Sampled:
-        return Sampled(
-            tokens=jnp.zeros(num_rows, jnp.int32),
-            logprob=jnp.zeros(num_rows),
-            top_ids=jnp.zeros((num_rows, MAX_LOGPROBS), jnp.int32),
-            top_logprobs=jnp.zeros((num_rows, MAX_LOGPROBS)),
-        )
-
     def decode(
         arrays: tuple[jax.Array, ...],
         eos_mask: jax.Array,
+        lanes: SamplerState,
         cache: Cache,
-        sampler: SamplerState,
-        packed: jax.Array,
-    ) -> tuple[Cache, SamplerState, Sampled]:
-        return cache, sampler, nothing_drawn(packed.shape[0])
+        counts: jax.Array,
+        rows: jax.Array,
+    ) -> tuple[Cache, jax.Array, jax.Array]:
+        return cache, counts, jnp.zeros((rows.shape[0], RESULT_WIDTH), jnp.int32)
 
     def draw(
         arrays: tuple[jax.Array, ...],
         eos_mask: jax.Array,
+        lanes: SamplerState,
         cache: Cache,
-        sampler: SamplerState,
-        packed: jax.Array,
-    ) -> tuple[SamplerState, Sampled]:
-        return sampler, nothing_drawn(packed.shape[0])
+        counts: jax.Array,
+        rows: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        return counts, jnp.zeros((rows.shape[0], RESULT_WIDTH), jnp.int32)
 
     def prefill(arrays: tuple[jax.Array, ...], cache: Cache, packed: jax.Array) -> Cache:
         return cache
 
     def set_lane(
-        state: SamplerState, lane: jax.Array, bias: jax.Array, seen: jax.Array, banned: jax.Array
-    ) -> SamplerState:
-        return state
+        counts: jax.Array,
+        lanes: SamplerState,
+        lane: jax.Array,
+        bias: jax.Array,
+        seen: jax.Array,
+        banned: jax.Array,
+    ) -> tuple[jax.Array, SamplerState]:
+        return counts, lanes
 
     # Kept although unused: handing over hundreds of weights is part of what a round costs.
-    jit_decode = jax.jit(decode, donate_argnames=("cache", "sampler"), keep_unused=True)
-    jit_draw = jax.jit(draw, donate_argnames=("sampler",), keep_unused=True)
+    jit_decode = jax.jit(decode, donate_argnames=("cache", "counts"), keep_unused=True)
+    jit_draw = jax.jit(draw, donate_argnames=("counts",), keep_unused=True)
     jit_prefill = jax.jit(prefill, donate_argnames=("cache",), keep_unused=True)
-    jit_set_lane = jax.jit(set_lane, donate_argnames=("state",), keep_unused=True)
+    jit_set_lane = jax.jit(set_lane, donate_argnames=("counts", "lanes"), keep_unused=True)
 
     def ints(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
-    arrays, cache, sampler = weights.arrays, buffers.cache, buffers.sampler
+    arrays, cache, counts, lanes = weights.arrays, buffers.cache, buffers.counts, buffers.lanes
     flags = jax.ShapeDtypeStruct(eos_mask.shape, jnp.bool_)
     bias = jax.ShapeDtypeStruct(eos_mask.shape, jnp.float32)
     return Programs(
         decode={
-            size: jit_decode.lower(arrays, eos_mask, cache, sampler, ints(size, ROW_WIDTH + width)).compile()
+            size: jit_decode.lower(
+                arrays, eos_mask, lanes, cache, counts, ints(size, ROW_WIDTH + width)
+            ).compile()
             for size in range(1, num_lanes + 1)
         },
         prefill={
             size: jit_prefill.lower(arrays, cache, ints(4 + width + 4 * size)).compile()
             for size in prefill_buckets(64)
         },
-        draw_from_tail={1: jit_draw.lower(arrays, eos_mask, cache, sampler, ints(1, ROW_WIDTH)).compile()},
-        set_lane=jit_set_lane.lower(sampler, ints(), bias, flags, flags).compile(),
+        draw_from_tail={
+            1: jit_draw.lower(arrays, eos_mask, lanes, cache, counts, ints(1, ROW_WIDTH + width)).compile()
+        },
+        set_lane=jit_set_lane.lower(counts, lanes, ints(), bias, flags, flags).compile(),
     )

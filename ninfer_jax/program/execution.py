@@ -9,6 +9,7 @@ Letters: B rows, C lanes, T tokens of a bucket, V vocabulary, W block-table widt
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -21,23 +22,24 @@ from ninfer_jax.model.cache import Cache, CacheSpec, make_cache
 from ninfer_jax.model.config import Qwen35Config
 from ninfer_jax.model.kernels.paged_attention import Backend, supports_mosaic
 from ninfer_jax.model.loader import LoadedModel
-from ninfer_jax.model.sampling import Sampled, SamplerState, make_sampler_state, sample, set_lane
+from ninfer_jax.model.sampling import SamplerState, make_sampler_state, sample, set_lane
 from ninfer_jax.model.transformer import decode_step, logits_from_tail, prefill_chunk
 from ninfer_jax.program.capacity import CapacityVector, PoolKind
 from ninfer_jax.program.compilation import CompileCounter
-from ninfer_jax.program.executor import ZERO_STATE, DecodeInputs, Logprobs, PrefillInputs, TailInputs
+from ninfer_jax.program.executor import ZERO_STATE, Logprobs, PrefillInputs
 from ninfer_jax.program.lane_sampling import LaneSampling, dense_bias, token_mask
 from ninfer_jax.program.memory_table import SAMPLER, STATE_SLOTS, WEIGHTS, pool_axis
 from ninfer_jax.program.packing import (
-    ROW_WIDTH,
-    LaneParameters,
-    pack_decode,
     pack_prefill,
-    pack_tail,
+    pack_sampled,
     unpack_decode,
+    unpack_logprobs,
     unpack_prefill,
     unpack_tail,
+    unpack_tokens,
 )
+from ninfer_jax.program.row_layout import ROW_WIDTH
+from ninfer_jax.program.rows import ExecutionRows
 from ninfer_jax.program.weight_bundle import WeightBundle, make_weight_bundle
 
 SMALLEST_BUCKET_TOKENS = 64
@@ -76,10 +78,15 @@ class Programs:
 
 @dataclass(eq=False)
 class Buffers:
-    """The donated arrays; a step replaces them by its results."""
+    """The device arrays that steps update in place; a step replaces what was donated to it by its results.
 
-    cache: Cache
-    sampler: SamplerState
+    What a draw only reads is kept apart from what it counts up: giving an array away and taking it back costs
+    the host three times as much as showing it.
+    """
+
+    cache: Cache  # donated to every model step
+    counts: jax.Array  # int32[C, V], `SamplerState.output_counts`; donated to every draw
+    lanes: SamplerState  # all else that a draw reads, `output_counts` None; donated when a lane is set
 
 
 def make_buffers(
@@ -87,10 +94,16 @@ def make_buffers(
 ) -> Buffers:
     """Returns zeroed pools, state slots and sampler rows of the given capacity."""
     (main,) = (pool for pool in capacity.pools if pool.kind is PoolKind.MAIN)
-    return Buffers(
-        cache=make_cache(spec, main.num_pages, capacity.num_state_slots),
-        sampler=make_sampler_state(capacity.num_lanes, vocab_size, allowed_vocab_size),
-    )
+    counts, lanes = _split(make_sampler_state(capacity.num_lanes, vocab_size, allowed_vocab_size))
+    return Buffers(make_cache(spec, main.num_pages, capacity.num_state_slots), counts, lanes)
+
+
+def _split(state: SamplerState) -> tuple[jax.Array, SamplerState]:
+    return state.output_counts, dataclasses.replace(state, output_counts=None)
+
+
+def _whole(counts: jax.Array, lanes: SamplerState) -> SamplerState:
+    return dataclasses.replace(lanes, output_counts=counts)
 
 
 def compile_programs(
@@ -104,7 +117,7 @@ def compile_programs(
     attention_backend: Backend,
     progress: Progress | None = None,
 ) -> Programs:
-    """Returns every program of one engine, compiled; cache and sampler state are donated by name.
+    """Returns every program of one engine, compiled; cache and sampler arrays are donated by name.
 
     Args:
         model: its module is rebuilt from traced leaves, so weights are arguments, not constants.
@@ -122,16 +135,17 @@ def compile_programs(
     def decode(
         arrays: tuple[jax.Array, ...],
         eos_mask: jax.Array,
+        lanes: SamplerState,
         cache: Cache,
-        sampler: SamplerState,
-        packed: jax.Array,
-    ) -> tuple[Cache, SamplerState, Sampled]:
-        batch, rows = unpack_decode(packed)
+        counts: jax.Array,
+        rows: jax.Array,
+    ) -> tuple[Cache, jax.Array, jax.Array]:
+        batch, draws = unpack_decode(rows)
         logits, cache = decode_step(
             model.module(weights.leaves(arrays)), cache, batch, backend=attention_backend
         )
-        sampled, sampler = sample(logits, sampler, rows, eos_mask)
-        return cache, sampler, sampled
+        sampled, state = sample(logits, _whole(counts, lanes), draws, eos_mask)
+        return cache, state.output_counts, pack_sampled(sampled)
 
     def prefill(arrays: tuple[jax.Array, ...], cache: Cache, packed: jax.Array) -> Cache:
         # The logits are dropped, so the head is not part of this program: see `draw_from_tail`.
@@ -144,39 +158,50 @@ def compile_programs(
     def draw_from_tail(
         arrays: tuple[jax.Array, ...],
         eos_mask: jax.Array,
+        lanes: SamplerState,
         cache: Cache,
-        sampler: SamplerState,
-        packed: jax.Array,
-    ) -> tuple[SamplerState, Sampled]:
-        slots, rows = unpack_tail(packed)
+        counts: jax.Array,
+        rows: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        slots, draws = unpack_tail(rows)
         logits = logits_from_tail(model.module(weights.leaves(arrays)), cache, slots)
-        sampled, sampler = sample(logits, sampler, rows, eos_mask)
-        return sampler, sampled
+        sampled, state = sample(logits, _whole(counts, lanes), draws, eos_mask)
+        return state.output_counts, pack_sampled(sampled)
 
-    jit_decode = jax.jit(decode, donate_argnames=("cache", "sampler"))
+    def prepare_lane(
+        counts: jax.Array,
+        lanes: SamplerState,
+        lane: jax.Array,
+        bias: jax.Array,
+        seen: jax.Array,
+        banned: jax.Array,
+    ) -> tuple[jax.Array, SamplerState]:
+        return _split(set_lane(_whole(counts, lanes), lane, bias, seen, banned))
+
+    jit_decode = jax.jit(decode, donate_argnames=("cache", "counts"))
     jit_prefill = jax.jit(prefill, donate_argnames=("cache",))
-    jit_draw = jax.jit(draw_from_tail, donate_argnames=("sampler",))
-    jit_set_lane = jax.jit(set_lane, donate_argnames=("state",))
+    jit_draw = jax.jit(draw_from_tail, donate_argnames=("counts",))
+    jit_set_lane = jax.jit(prepare_lane, donate_argnames=("counts", "lanes"))
 
     def ints(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
-    arrays, cache, sampler = weights.arrays, buffers.cache, buffers.sampler
+    arrays, cache, counts, lanes = weights.arrays, buffers.cache, buffers.counts, buffers.lanes
     flags = jax.ShapeDtypeStruct((vocab_size,), jnp.bool_)
     bias = jax.ShapeDtypeStruct((vocab_size,), jnp.float32)
     lowerings: dict[tuple[str, int], Callable[[], jax.stages.Lowered]] = {}
     for size in range(1, capacity.num_lanes + 1):
         lowerings["decode", size] = lambda size=size: jit_decode.lower(
-            arrays, eos_mask, cache, sampler, ints(size, ROW_WIDTH + width)
+            arrays, eos_mask, lanes, cache, counts, ints(size, ROW_WIDTH + width)
         )
     for size in prefill_buckets(prefill_chunk_tokens):
         lowerings["prefill", size] = lambda size=size: jit_prefill.lower(
             arrays, cache, ints(4 + width + 4 * size)
         )
     lowerings["draw_from_tail", 1] = lambda: jit_draw.lower(
-        arrays, eos_mask, cache, sampler, ints(1, ROW_WIDTH)
+        arrays, eos_mask, lanes, cache, counts, ints(1, ROW_WIDTH + width)
     )
-    lowerings["set_lane", 1] = lambda: jit_set_lane.lower(sampler, ints(), bias, flags, flags)
+    lowerings["set_lane", 1] = lambda: jit_set_lane.lower(counts, lanes, ints(), bias, flags, flags)
     compiled = _compile_all(lowerings, progress)
     return Programs(
         decode={size: program for (kind, size), program in compiled.items() if kind == "decode"},
@@ -210,19 +235,15 @@ def _compile_all(
 class DeviceResult:
     """Drawn tokens that may still be computed."""
 
-    sampled: Sampled
+    packed: jax.Array  # int32[B, RESULT_WIDTH]
 
     def tokens(self) -> np.ndarray:
         """Returns int32[B]; blocks until the step is done."""
-        return np.asarray(self.sampled.tokens)
+        return unpack_tokens(np.asarray(self.packed))
 
     def logprobs(self) -> Logprobs:
         """Returns the step's log-probabilities; blocks until the step is done."""
-        return Logprobs(
-            drawn=np.asarray(self.sampled.logprob),
-            top_ids=np.asarray(self.sampled.top_ids),
-            top=np.asarray(self.sampled.top_logprobs),
-        )
+        return unpack_logprobs(np.asarray(self.packed))
 
 
 class ModelExecutor:
@@ -251,7 +272,6 @@ class ModelExecutor:
         self._capacity = capacity
         self._counter = counter
         self._buckets = tuple(sorted(programs.prefill))
-        self._parameters = LaneParameters(capacity.num_lanes)
 
     @property
     def compilations_after_warmup(self) -> int:
@@ -274,9 +294,8 @@ class ModelExecutor:
         bias = dense_bias(sampling, self._vocab_size)
         seen = token_mask(prompt_tokens, self._vocab_size)
         banned = token_mask(sampling.ban_token_ids, self._vocab_size)
-        self._parameters.set(lane, sampling)
-        buffers.sampler = self._counter.watch(
-            self._programs.set_lane, buffers.sampler, np.int32(lane), bias, seen, banned
+        buffers.counts, buffers.lanes = self._counter.watch(
+            self._programs.set_lane, buffers.counts, buffers.lanes, np.int32(lane), bias, seen, banned
         )
 
     def prefill(self, inputs: PrefillInputs) -> None:
@@ -293,25 +312,23 @@ class ModelExecutor:
             self._programs.prefill[bucket], self._weights.arrays, buffers.cache, packed
         )
 
-    def draw_from_tail(self, inputs: TailInputs) -> DeviceResult:
+    def draw_from_tail(self, rows: np.ndarray) -> DeviceResult:
         """Draws one token per row from the stored tail hidden."""
         buffers = self._open_buffers()
-        program = self._program_for(self._programs.draw_from_tail, len(inputs.lanes), "draw_from_tail")
-        packed = pack_tail(inputs, self._parameters)
-        buffers.sampler, sampled = self._counter.watch(
-            program, self._weights.arrays, self._eos_mask, buffers.cache, buffers.sampler, packed
+        program = self._program_for(self._programs.draw_from_tail, len(rows), "draw_from_tail")
+        buffers.counts, packed = self._counter.watch(
+            program, self._weights.arrays, self._eos_mask, buffers.lanes, buffers.cache, buffers.counts, rows
         )
-        return DeviceResult(sampled)
+        return DeviceResult(packed)
 
-    def decode(self, inputs: DecodeInputs) -> DeviceResult:
+    def decode(self, rows: np.ndarray) -> DeviceResult:
         """Feeds one token per row and draws the next."""
         buffers = self._open_buffers()
-        program = self._program_for(self._programs.decode, len(inputs.lanes), "decode")
-        packed = pack_decode(inputs, self._parameters, self._capacity.num_state_slots)
-        buffers.cache, buffers.sampler, sampled = self._counter.watch(
-            program, self._weights.arrays, self._eos_mask, buffers.cache, buffers.sampler, packed
+        program = self._program_for(self._programs.decode, len(rows), "decode")
+        buffers.cache, buffers.counts, packed = self._counter.watch(
+            program, self._weights.arrays, self._eos_mask, buffers.lanes, buffers.cache, buffers.counts, rows
         )
-        return DeviceResult(sampled)
+        return DeviceResult(packed)
 
     @staticmethod
     def _program_for(
@@ -325,7 +342,6 @@ class ModelExecutor:
     def reset(self) -> None:
         """Replaces all contents by zeroed buffers of the same shapes; nothing is compiled again."""
         self._free_buffers()
-        self._parameters = LaneParameters(self._capacity.num_lanes)
         self._buffers = self._counter.watch(self._make_buffers_fn)
 
     def allocated_bytes(self) -> dict[str, int]:
@@ -337,7 +353,7 @@ class ModelExecutor:
             WEIGHTS: _num_bytes(self._weights.arrays),
             pool_axis(PoolKind.MAIN.value): _num_bytes((cache.k_pages, cache.v_pages)),
             STATE_SLOTS: _num_bytes((cache.recurrent, cache.conv, cache.tail_hidden)),
-            SAMPLER: _num_bytes(self._buffers.sampler),
+            SAMPLER: _num_bytes((self._buffers.counts, self._buffers.lanes)),
         }
 
     def close(self) -> None:
@@ -349,7 +365,7 @@ class ModelExecutor:
 
     def _free_buffers(self) -> None:
         if self._buffers is not None:
-            for leaf in jax.tree.leaves((self._buffers.cache, self._buffers.sampler)):
+            for leaf in jax.tree.leaves((self._buffers.cache, self._buffers.counts, self._buffers.lanes)):
                 leaf.delete()
             self._buffers = None
 
@@ -444,30 +460,21 @@ def _warm_up(executor: ModelExecutor, capacity: CapacityVector) -> None:
 
     Slot 0 and page 0 belong to nobody yet, and whoever gets them starts from zero state and zero length.
     """
-    width = capacity.row_pages
-    one = np.zeros(1, np.int32)
-    table = np.zeros(width, np.int32)
+    rows = ExecutionRows(1, capacity.row_pages)
+    row = rows.lease(0, LaneSampling())
+    rows.append(row, 0, [0])
+    rows.stand_at(row, read_slot=0, write_slot=0, num_tokens=1, position=0, num_drawn=0)
     executor.set_lane(0, LaneSampling(), np.zeros(1, np.int32))
     executor.prefill(
         PrefillInputs(
             tokens=np.zeros(1, np.int32),
             positions=np.zeros((3, 1), np.int32),
-            block_table=table,
+            block_table=rows.tables[row].copy(),
             start_tokens=0,
             read_slot=ZERO_STATE,
             write_slot=0,
         )
     )
-    executor.draw_from_tail(TailInputs(lanes=one, slots=one, steps=one)).tokens()
-    executor.decode(
-        DecodeInputs(
-            lanes=one,
-            tokens=one,
-            positions=np.ones((3, 1), np.int32),
-            block_tables=table[None],
-            lengths=one + 2,
-            read_slots=one,
-            write_slots=one,
-            steps=one + 1,
-        )
-    ).tokens()
+    drawn = executor.draw_from_tail(rows.copy([row])).tokens()
+    rows.advance([row], drawn.tolist())
+    executor.decode(rows.copy([row])).tokens()

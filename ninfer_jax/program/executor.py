@@ -1,4 +1,4 @@
-"""Owns the seam between Program and whatever computes: step inputs, step results and the Executor protocol.
+"""Owns the seam between Program and whatever computes: a chunk, step results and the Executor protocol.
 
 It owns no device code (`execution`) and no pages: an executor runs exactly what the books say and decides
 nothing.
@@ -29,29 +29,6 @@ class PrefillInputs:
     start_tokens: int
     read_slot: int  # or ZERO_STATE
     write_slot: int
-
-
-@dataclass(frozen=True, eq=False)
-class TailInputs:
-    """Rows whose next token is drawn from the stored hidden state of their last token (no model step)."""
-
-    lanes: np.ndarray  # int32[B]
-    slots: np.ndarray  # int32[B]
-    steps: np.ndarray  # int32[B], output index of the token being drawn
-
-
-@dataclass(frozen=True, eq=False)
-class DecodeInputs:
-    """One decode step of exactly B rows; arrays are copies that nobody changes afterwards."""
-
-    lanes: np.ndarray  # int32[B]
-    tokens: np.ndarray  # int32[B], the token each row feeds
-    positions: np.ndarray  # int32[3, B]
-    block_tables: np.ndarray  # int32[B, W], NO_PAGE where nothing is mapped
-    lengths: np.ndarray  # int32[B], KV tokens including this step's
-    read_slots: np.ndarray  # int32[B]
-    write_slots: np.ndarray  # int32[B]
-    steps: np.ndarray  # int32[B], output index of the token being drawn
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,12 +73,20 @@ class Executor(Protocol):
         """Runs one chunk: K/V into the mapped pages, state and tail hidden into the write slot."""
         ...
 
-    def draw_from_tail(self, inputs: TailInputs) -> StepResult:
-        """Draws one token per row from the tail hidden in its slot."""
+    def draw_from_tail(self, rows: np.ndarray) -> StepResult:
+        """Draws one token per row from the tail hidden in its read slot (no model step).
+
+        Args:
+            rows: int32[B, ROW_WIDTH + W], columns of `row_layout`; a copy that nobody changes afterwards.
+        """
         ...
 
-    def decode(self, inputs: DecodeInputs) -> StepResult:
-        """Feeds one token per row and draws the next."""
+    def decode(self, rows: np.ndarray) -> StepResult:
+        """Feeds one token per row and draws the next.
+
+        Args:
+            rows: int32[B, ROW_WIDTH + W], columns of `row_layout`; a copy that nobody changes afterwards.
+        """
         ...
 
     def reset(self) -> None:

@@ -16,10 +16,20 @@ import numpy as np
 from ninfer_jax.errors import InvariantError
 from ninfer_jax.options import PAGE_TOKENS
 from ninfer_jax.program.capacity import CapacityVector, PoolCapacity, PoolKind, pages_for
-from ninfer_jax.program.executor import ZERO_STATE, DecodeInputs, Logprobs, PrefillInputs, TailInputs
+from ninfer_jax.program.executor import ZERO_STATE, Logprobs, PrefillInputs
 from ninfer_jax.program.lane_sampling import LaneSampling
 from ninfer_jax.program.memory_table import SAMPLER, STATE_SLOTS, WEIGHTS, MemoryTable, pool_axis
 from ninfer_jax.program.program import Program
+from ninfer_jax.program.row_layout import (
+    LANE,
+    LENGTH,
+    POSITIONS,
+    READ_SLOT,
+    ROW_WIDTH,
+    STEP,
+    TOKEN,
+    WRITE_SLOT,
+)
 
 _MASK = (1 << 64) - 1
 _NUM_ALTERNATIVES = 20
@@ -153,30 +163,25 @@ class FakeExecutor:
             digest = self._feed(digest, token, position, inputs.block_table, inputs.start_tokens + offset)
         self._write(inputs.write_slot, digest, inputs.start_tokens + len(inputs.tokens), inputs.block_table)
 
-    def draw_from_tail(self, inputs: TailInputs) -> FakeResult:
+    def draw_from_tail(self, rows: np.ndarray) -> FakeResult:
         """Draws from the slots' digests."""
         self._enter("draw_from_tail")
         drawn = [
-            pseudo_token(self._digests[slot], self._lanes[lane], step, self.vocab_size)
-            for lane, slot, step in zip(
-                inputs.lanes.tolist(), inputs.slots.tolist(), inputs.steps.tolist(), strict=True
-            )
+            pseudo_token(self._digests[row[READ_SLOT]], self._lanes[row[LANE]], row[STEP], self.vocab_size)
+            for row in rows.tolist()
         ]
         return FakeResult(np.array(drawn, np.int32))
 
-    def decode(self, inputs: DecodeInputs) -> FakeResult:
+    def decode(self, rows: np.ndarray) -> FakeResult:
         """Feeds one token per row and draws the next."""
         self._enter("decode")
-        drawn = np.empty(len(inputs.lanes), np.int32)
-        for row in range(len(drawn)):
-            length = int(inputs.lengths[row])
-            table = inputs.block_tables[row]
-            digest = self._read(int(inputs.read_slots[row]), length - 1)
-            position = int(inputs.positions[0, row])
-            digest = self._feed(digest, int(inputs.tokens[row]), position, table, length - 1)
-            self._write(int(inputs.write_slots[row]), digest, length, table)
-            lane = int(inputs.lanes[row])
-            drawn[row] = pseudo_token(digest, self._lanes[lane], int(inputs.steps[row]), self.vocab_size)
+        drawn = np.empty(len(rows), np.int32)
+        for index, row in enumerate(rows.tolist()):
+            length, table = row[LENGTH], rows[index, ROW_WIDTH:]
+            digest = self._read(row[READ_SLOT], length - 1)
+            digest = self._feed(digest, row[TOKEN], row[POSITIONS], table, length - 1)
+            self._write(row[WRITE_SLOT], digest, length, table)
+            drawn[index] = pseudo_token(digest, self._lanes[row[LANE]], row[STEP], self.vocab_size)
         return FakeResult(drawn)
 
     def allocated_bytes(self) -> Mapping[str, int]:

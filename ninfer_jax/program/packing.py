@@ -1,8 +1,8 @@
-"""Owns the layout of the one int32 array that carries a step's inputs to the device, and both of its ends.
+"""Owns the arrays that carry a step's inputs to the device and its results back, and their device ends.
 
-It does not own what the numbers mean. One array per step means one transfer per step; floats travel as their
-bits.
-Letters: B rows, T tokens of a bucket, W block-table width, C lanes.
+One array each way means one transfer each way; floats travel as their bits. It does not own the columns of a
+row (`row_layout`) nor the rows (`rows`).
+Letters: B rows, T tokens of a bucket, W block-table width, K reported alternatives.
 """
 
 from __future__ import annotations
@@ -12,95 +12,80 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ninfer_jax.model.sampling import SamplingRows
+from ninfer_jax.model.sampling import MAX_LOGPROBS, Sampled, SamplingRows
 from ninfer_jax.model.transformer import DecodeBatch, PrefillChunk
-from ninfer_jax.program.executor import ZERO_STATE, DecodeInputs, PrefillInputs, TailInputs
-from ninfer_jax.program.lane_sampling import LaneSampling
-
-# Columns of a row of a decode or tail step.
-_LANE, _TOKEN, _POSITIONS, _LENGTH, _READ_SLOT, _WRITE_SLOT, _STEP, _BAN_EOS = 0, 1, 2, 5, 6, 7, 8, 9
-_PARAMS = 10
-# Columns of a lane's sampling numbers, within a row from _PARAMS on.
-_TEMPERATURE, _TOP_P, _MIN_P, _PRESENCE, _FREQUENCY, _REPETITION, _TOP_K, _SEED, _NUM_LOGPROBS = range(9)
-_NUM_FLOATS = 6
-_NUM_PARAMS = 9
-ROW_WIDTH = _PARAMS + _NUM_PARAMS  # a decode row has W block-table entries behind these
+from ninfer_jax.program.executor import ZERO_STATE, Logprobs, PrefillInputs
+from ninfer_jax.program.row_layout import (
+    FLOATS,
+    FREQUENCY,
+    LANE,
+    LENGTH,
+    MIN_P,
+    MIN_TOKENS,
+    NUM_LOGPROBS,
+    POSITIONS,
+    PRESENCE,
+    READ_SLOT,
+    REPETITION,
+    SEED,
+    STEP,
+    TABLE,
+    TEMPERATURE,
+    TOKEN,
+    TOP_K,
+    TOP_P,
+    WRITE_SLOT,
+)
 
 # Head of a packed prefill chunk: block table, tokens and positions follow.
 _START, _NUM_TOKENS, _CHUNK_READ, _CHUNK_WRITE = 0, 1, 2, 3
 _CHUNK_HEAD = 4
 
-
-class LaneParameters:
-    """Host copy of every lane's sampling numbers, in the form a step sends them."""
-
-    def __init__(self, num_lanes: int) -> None:
-        self._bits = np.zeros((num_lanes, _NUM_PARAMS), np.int32)
-        self._min_tokens = np.zeros(num_lanes, np.int32)
-
-    def set(self, lane: int, sampling: LaneSampling) -> None:
-        """Replaces one lane's numbers."""
-        row = self._bits[lane]
-        row.view(np.float32)[:_NUM_FLOATS] = (
-            sampling.temperature,
-            sampling.top_p,
-            sampling.min_p,
-            sampling.presence,
-            sampling.frequency,
-            sampling.repetition,
-        )
-        row[_TOP_K] = sampling.top_k
-        row.view(np.uint32)[_SEED] = sampling.seed & 0xFFFFFFFF
-        row[_NUM_LOGPROBS] = sampling.num_logprobs
-        self._min_tokens[lane] = sampling.min_tokens
-
-    def fill(self, packed: np.ndarray, lanes: np.ndarray, steps: np.ndarray) -> None:
-        """Writes the sampling columns of every row of a step."""
-        packed[:, _LANE] = lanes
-        packed[:, _STEP] = steps
-        packed[:, _BAN_EOS] = steps < self._min_tokens[lanes]
-        packed[:, _PARAMS:ROW_WIDTH] = self._bits[lanes]
+# Columns of a packed result.
+_DRAWN, _LOGPROB = 0, 1
+_TOP_IDS = slice(2, 2 + MAX_LOGPROBS)
+_TOP_LOGPROBS = slice(2 + MAX_LOGPROBS, 2 + 2 * MAX_LOGPROBS)
+RESULT_WIDTH = 2 + 2 * MAX_LOGPROBS
 
 
-def pack_decode(inputs: DecodeInputs, parameters: LaneParameters, num_slots: int) -> np.ndarray:
-    """Returns int32[B, ROW_WIDTH + W]; always a new array: the device may still read it later."""
-    num_rows, width = inputs.block_tables.shape
-    packed = np.empty((num_rows, ROW_WIDTH + width), np.int32)
-    parameters.fill(packed, inputs.lanes, inputs.steps)
-    packed[:, _TOKEN] = inputs.tokens
-    packed[:, _POSITIONS : _POSITIONS + 3] = inputs.positions.T
-    packed[:, _LENGTH] = inputs.lengths
-    packed[:, _READ_SLOT] = np.where(inputs.read_slots == ZERO_STATE, num_slots, inputs.read_slots)
-    packed[:, _WRITE_SLOT] = inputs.write_slots
-    # An entry that maps nothing is never read below `lengths`; 0 keeps every index in bounds.
-    np.maximum(inputs.block_tables, 0, out=packed[:, ROW_WIDTH:])
-    return packed
-
-
-def unpack_decode(packed: jax.Array) -> tuple[DecodeBatch, SamplingRows]:
-    """Returns the model's and the sampler's inputs inside the compiled program."""
+def unpack_decode(rows: jax.Array) -> tuple[DecodeBatch, SamplingRows]:
+    """Returns the model's and the sampler's inputs of int32[B, ROW_WIDTH + W] inside the compiled program."""
     batch = DecodeBatch(
-        tokens=packed[:, _TOKEN],
-        positions=packed[:, _POSITIONS : _POSITIONS + 3].T,
-        block_tables=packed[:, ROW_WIDTH:],
-        lengths=packed[:, _LENGTH],
-        read_slots=packed[:, _READ_SLOT],
-        write_slots=packed[:, _WRITE_SLOT],
+        tokens=rows[:, TOKEN],
+        positions=rows[:, POSITIONS:LENGTH].T,
+        # An entry that maps nothing is never read below `lengths`; 0 keeps every index in bounds.
+        block_tables=jnp.maximum(rows[:, TABLE], 0),
+        lengths=rows[:, LENGTH],
+        read_slots=rows[:, READ_SLOT],
+        write_slots=rows[:, WRITE_SLOT],
     )
-    return batch, _unpack_rows(packed)
+    return batch, _sampling_rows(rows)
 
 
-def pack_tail(inputs: TailInputs, parameters: LaneParameters) -> np.ndarray:
-    """Returns int32[B, ROW_WIDTH], a new array."""
-    packed = np.zeros((len(inputs.lanes), ROW_WIDTH), np.int32)
-    parameters.fill(packed, inputs.lanes, inputs.steps)
-    packed[:, _READ_SLOT] = inputs.slots
-    return packed
-
-
-def unpack_tail(packed: jax.Array) -> tuple[jax.Array, SamplingRows]:
+def unpack_tail(rows: jax.Array) -> tuple[jax.Array, SamplingRows]:
     """Returns int32[B] slots and the sampler's inputs inside the compiled program."""
-    return packed[:, _READ_SLOT], _unpack_rows(packed)
+    return rows[:, READ_SLOT], _sampling_rows(rows)
+
+
+def _sampling_rows(rows: jax.Array) -> SamplingRows:
+    def as_float(column: int) -> jax.Array:
+        return floats[:, column - TEMPERATURE]
+
+    floats = lax.bitcast_convert_type(rows[:, FLOATS], jnp.float32)
+    return SamplingRows(
+        lanes=rows[:, LANE],
+        temperature=as_float(TEMPERATURE),
+        top_k=rows[:, TOP_K],
+        top_p=as_float(TOP_P),
+        min_p=as_float(MIN_P),
+        presence=as_float(PRESENCE),
+        frequency=as_float(FREQUENCY),
+        repetition=as_float(REPETITION),
+        seed=lax.bitcast_convert_type(rows[:, SEED], jnp.uint32),
+        step=rows[:, STEP],
+        ban_eos=rows[:, STEP] < rows[:, MIN_TOKENS],
+        num_logprobs=rows[:, NUM_LOGPROBS],
+    )
 
 
 def pack_prefill(inputs: PrefillInputs, bucket_tokens: int, num_slots: int) -> np.ndarray:
@@ -132,20 +117,29 @@ def unpack_prefill(packed: jax.Array, width: int) -> PrefillChunk:
     )
 
 
-def _unpack_rows(packed: jax.Array) -> SamplingRows:
-    params = packed[:, _PARAMS:ROW_WIDTH]
-    floats = lax.bitcast_convert_type(params[:, :_NUM_FLOATS], jnp.float32)
-    return SamplingRows(
-        lanes=packed[:, _LANE],
-        temperature=floats[:, _TEMPERATURE],
-        top_k=params[:, _TOP_K],
-        top_p=floats[:, _TOP_P],
-        min_p=floats[:, _MIN_P],
-        presence=floats[:, _PRESENCE],
-        frequency=floats[:, _FREQUENCY],
-        repetition=floats[:, _REPETITION],
-        seed=lax.bitcast_convert_type(params[:, _SEED], jnp.uint32),
-        step=packed[:, _STEP],
-        ban_eos=packed[:, _BAN_EOS] != 0,
-        num_logprobs=params[:, _NUM_LOGPROBS],
+def pack_sampled(sampled: Sampled) -> jax.Array:
+    """Returns int32[B, RESULT_WIDTH] of a draw inside the compiled program."""
+
+    def bits(floats: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(floats, jnp.int32)
+
+    return jnp.concatenate(
+        [
+            sampled.tokens[:, None],
+            bits(sampled.logprob)[:, None],
+            sampled.top_ids,
+            bits(sampled.top_logprobs),
+        ],
+        axis=1,
     )
+
+
+def unpack_tokens(result: np.ndarray) -> np.ndarray:
+    """Returns int32[B], the drawn tokens of a packed result on the host."""
+    return result[:, _DRAWN]
+
+
+def unpack_logprobs(result: np.ndarray) -> Logprobs:
+    """Returns the log-probabilities of a packed result on the host."""
+    floats = result.view(np.float32)
+    return Logprobs(drawn=floats[:, _LOGPROB], top_ids=result[:, _TOP_IDS], top=floats[:, _TOP_LOGPROBS])

@@ -18,17 +18,11 @@ from ninfer_jax.errors import ContractError, InvariantError, StaleHandleError
 from ninfer_jax.options import PAGE_TOKENS
 from ninfer_jax.program.admission import RequestWork
 from ninfer_jax.program.capacity import CapacityVector, pages_for
-from ninfer_jax.program.executor import (
-    ZERO_STATE,
-    DecodeInputs,
-    Executor,
-    PrefillInputs,
-    StepResult,
-    TailInputs,
-)
+from ninfer_jax.program.executor import ZERO_STATE, Executor, PrefillInputs, StepResult
 from ninfer_jax.program.memory_table import MemoryTable
 from ninfer_jax.program.pages import PageStore
 from ninfer_jax.program.pending import PendingBatch
+from ninfer_jax.program.row_layout import LENGTH, STEP, TOKEN
 from ninfer_jax.program.rows import ExecutionRows
 from ninfer_jax.program.sequence import Sequence, SequenceFacts, SequencePhase, StateBinding
 from ninfer_jax.program.slots import SlotPool
@@ -176,7 +170,7 @@ class Program:
         sequence = Sequence(
             handle=SequenceHandle(lane, self._generations[lane]),
             work=work,
-            row=self._rows.lease(),
+            row=self._rows.lease(lane, work.sampling),
             state=StateBinding(read_slot=None, write_slot=self._state_slots.take()),
             spaces=tuple(store.open(pages_for(num_tokens)) for store in self._pools),
             ledger_tokens=ledger_tokens,
@@ -224,16 +218,18 @@ class Program:
         sequence.decomposition.append((start, end - start))
         if end < len(identity.tokens):
             return None
+        self._rows.stand_at(
+            sequence.row,
+            read_slot=sequence.state.write_slot,
+            write_slot=sequence.state.write_slot,
+            num_tokens=end,
+            position=end - 1 + identity.rope_delta,
+            num_drawn=sequence.num_output_tokens,
+        )
         # The first token is drawn from the stored tail hidden by a program of its own: the head is compiled
         # once instead of once per bucket, and a later request that starts at this very frontier repeats the
         # same draw.
-        result = self._executor.draw_from_tail(
-            TailInputs(
-                lanes=np.array([handle.lane], np.int32),
-                slots=np.array([sequence.state.write_slot], np.int32),
-                steps=np.array([sequence.num_output_tokens], np.int32),
-            )
-        )
+        result = self._executor.draw_from_tail(self._rows.copy([sequence.row]))
         return self._open_batch([sequence], fed_tokens=0, result=result)
 
     def _chunk_end(self, start: int, num_prompt_tokens: int, frontiers: Seq[int]) -> int:
@@ -250,47 +246,17 @@ class Program:
         if not handles:
             raise ContractError("decode needs at least one sequence")
         sequences = [self._get(handle) for handle in handles]
-        if len({handle.lane for handle in handles}) != len(handles):
+        if len({sequence.row for sequence in sequences}) != len(sequences):
             raise ContractError(f"decode got a sequence twice: {list(handles)}")
         for sequence in sequences:
             self._require(sequence, SequencePhase.DECODE_READY)
             if sequence.num_output_tokens >= sequence.work.max_output_tokens:
                 raise ContractError(f"lane {sequence.handle.lane} has drawn its whole output; terminate it")
-        columns = []
         for sequence in sequences:
-            frontier = sequence.frontier_tokens
-            self._map_up_to(sequence, frontier + 1)
-            read_slot = sequence.state.read_slot
-            columns.append(
-                (
-                    sequence.handle.lane,
-                    sequence.last_token,
-                    frontier + sequence.work.identity.rope_delta,
-                    frontier + 1,
-                    ZERO_STATE if read_slot is None else read_slot,
-                    sequence.state.write_slot,
-                    sequence.num_output_tokens,
-                    sequence.row,
-                )
-            )
-        # One conversion for all columns: element by element this loop was most of a round's host time.
-        lanes, tokens, positions, lengths, read_slots, write_slots, steps, rows = np.array(
-            columns, np.int32
-        ).T
-        result = self._executor.decode(
-            DecodeInputs(
-                lanes=lanes,
-                tokens=tokens,
-                positions=np.broadcast_to(
-                    positions, (3, len(columns))
-                ),  # generated text moves all axes alike
-                block_tables=self._rows.tables[rows],
-                lengths=lengths,
-                read_slots=read_slots,
-                write_slots=write_slots,
-                steps=steps,
-            )
-        )
+            if sequence.frontier_tokens >= sequence.mapped_tokens:
+                self._map_up_to(sequence, sequence.frontier_tokens + 1)
+        # The rows stand ready: activation, prefill, page mapping and commits keep them.
+        result = self._executor.decode(self._rows.copy([sequence.row for sequence in sequences]))
         return self._open_batch(sequences, fed_tokens=1, result=result)
 
     def _map_up_to(self, sequence: Sequence, num_tokens: int) -> None:
@@ -331,28 +297,30 @@ class Program:
             ContractError: if the batch was consumed before or a count is not in 0..produced; nothing changed.
         """
         self._require_pending(pending)
-        if any(produced != 1 for produced in pending.produced):
+        if pending.produced.count(1) != len(pending.handles):
             raise InvariantError(f"rows produced {pending.produced} tokens; a step draws one token per row")
-        counts = [int(count) for count in accepted]
-        if len(counts) != len(pending.handles):
-            raise ContractError(f"commit got {len(counts)} counts for {len(pending.handles)} rows")
-        for handle, count, produced in zip(pending.handles, counts, pending.produced, strict=True):
+        if len(accepted) != len(pending.handles):
+            raise ContractError(f"commit got {len(accepted)} counts for {len(pending.handles)} rows")
+        for handle, count, produced in zip(pending.handles, accepted, pending.produced, strict=True):
             if not 0 <= count <= produced:
                 raise ContractError(f"lane {handle.lane} accepts {count} of {produced} produced tokens")
         tokens = pending.tokens().tolist()  # may raise a device fault: still before the first change
         del self._open_batches[pending.serial]
-        for index, (handle, count) in enumerate(zip(pending.handles, counts, strict=True)):
+        advanced: list[tuple[int, int]] = []  # (row, token)
+        for handle, count, token in zip(pending.handles, accepted, tokens, strict=True):
             sequence = self._active[handle.lane]
             sequence.open_batch = None
             if count == 0:
                 sequence.phase = SequencePhase.ENDING
                 continue
-            sequence.last_token = tokens[index]
-            sequence.ledger_tokens[sequence.num_ledger_tokens] = sequence.last_token
-            sequence.num_ledger_tokens += count
-            sequence.num_output_tokens += count
+            sequence.ledger_tokens[sequence.num_ledger_tokens] = token
+            sequence.num_ledger_tokens += 1
+            sequence.num_output_tokens += 1
             sequence.frontier_tokens += pending.fed_tokens
             sequence.phase = SequencePhase.DECODE_READY
+            advanced.append((sequence.row, token))
+        if advanced:
+            self._rows.advance(*zip(*advanced, strict=True))
 
     def abort(self, pending: PendingBatch) -> None:
         """Drops a batch whole; none of its rows can go on, since a step advances device state in place (Q-5).
@@ -483,6 +451,12 @@ class Program:
                 )
             if pages_for(sequence.frontier_tokens) > len(mapped):
                 raise InvariantError(f"frontier {sequence.frontier_tokens} with {len(mapped)} mapped pages")
+            if sequence.num_output_tokens:
+                numbers = self._rows.numbers[sequence.row]
+                last = sequence.ledger_tokens[sequence.num_ledger_tokens - 1]
+                self._agree("the row's token", int(numbers[TOKEN]), int(last))
+                self._agree("the row's length", int(numbers[LENGTH]), sequence.frontier_tokens + 1)
+                self._agree("the row's step", int(numbers[STEP]), sequence.num_output_tokens)
         open_rows = sorted(handle.lane for batch in self._open_batches.values() for handle in batch.handles)
         waiting = sorted(sequence.handle.lane for sequence in sequences if sequence.open_batch is not None)
         if open_rows != waiting:

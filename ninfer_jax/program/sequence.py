@@ -55,7 +55,6 @@ class Sequence:
     num_ledger_tokens: int
     frontier_tokens: int = 0  # KV and state cover exactly the tokens before it
     num_output_tokens: int = 0
-    last_token: int = -1  # the newest committed output token: the next step feeds it; -1 before the first
     mapped_tokens: int = 0  # tokens that the mapped pages hold
     phase: SequencePhase = SequencePhase.PREFILL
     open_batch: int | None = None  # serial of the uncommitted batch this sequence is in

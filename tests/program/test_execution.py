@@ -21,9 +21,10 @@ from ninfer_jax.model.config import Qwen35Config, load_config
 from ninfer_jax.model.loader import load_model
 from ninfer_jax.program import execution
 from ninfer_jax.program.execution import choose_attention_backend, prefill_buckets
-from ninfer_jax.program.executor import DecodeInputs, PrefillInputs
+from ninfer_jax.program.executor import PrefillInputs
 from ninfer_jax.program.lane_sampling import LaneSampling
 from ninfer_jax.program.opening import open_program, size_program
+from ninfer_jax.program.row_layout import ROW_WIDTH
 from ninfer_jax.program.sizing import SizingOptions
 from ninfer_jax.program.weight_bundle import make_weight_bundle
 
@@ -147,7 +148,10 @@ def test_planned_bytes_equal_allocated_bytes(program):
             assert row.allocated_bytes == pytest.approx(row.planned_bytes, rel=0.01), row.axis
     held = sum(row.allocated_bytes for row in table.rows if row.persistent)
     buffers = program._executor._buffers
-    arrays = [*program._executor._weights.arrays, *jax.tree.leaves((buffers.cache, buffers.sampler))]
+    arrays = [
+        *program._executor._weights.arrays,
+        *jax.tree.leaves((buffers.cache, buffers.counts, buffers.lanes)),
+    ]
     assert held == sum(array.nbytes for array in arrays)
 
 
@@ -160,12 +164,13 @@ def test_opening_allocates_what_the_table_says(opened):
 def test_every_step_updates_pools_and_states_in_place(program):
     buffers = program._executor._buffers
     cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(buffers.cache))
-    sampler_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(buffers.sampler))
+    counts_bytes = buffers.counts.nbytes
+    sampler_bytes = counts_bytes + sum(leaf.nbytes for leaf in jax.tree.leaves(buffers.lanes))
     scratch = next(row for row in program.memory_table().rows if row.axis == "scratch").planned_bytes
     expected = {
-        "decode": cache_bytes + sampler_bytes,
+        "decode": cache_bytes + counts_bytes,
         "prefill": cache_bytes,
-        "draw": sampler_bytes,
+        "draw": counts_bytes,
         "set": sampler_bytes,
     }
     for name, compiled in program._executor.programs.all().items():
@@ -225,13 +230,9 @@ def test_mixed_loads_compile_nothing_after_warm_up(program, build):
 
 def test_a_size_without_a_program_is_an_error_not_a_compilation(program):
     executor = program._executor
-    many = np.zeros(LANES + 1, np.int32)
+    many = np.zeros((LANES + 1, ROW_WIDTH + 8), np.int32)
     with pytest.raises(InvariantError, match="no decode program for 4 rows"):
-        executor.decode(
-            DecodeInputs(
-                many, many, np.zeros((3, 4), np.int32), np.zeros((4, 8), np.int32), many, many, many, many
-            )
-        )
+        executor.decode(many)
     with pytest.raises(InvariantError, match="no program for 129 tokens"):
         executor.prefill(
             PrefillInputs(

@@ -10,8 +10,19 @@ from hypothesis import strategies as st
 from ninfer_jax.errors import InvariantError
 from ninfer_jax.program.capacity import PoolCapacity, PoolKind, pages_for
 from ninfer_jax.program.pages import PageStore
-from ninfer_jax.program.rows import NO_PAGE, ExecutionRows
+from ninfer_jax.program.row_layout import (
+    LANE,
+    LENGTH,
+    NO_PAGE,
+    POSITIONS,
+    READ_SLOT,
+    STEP,
+    TOKEN,
+    WRITE_SLOT,
+)
+from ninfer_jax.program.rows import ExecutionRows
 from ninfer_jax.program.slots import SlotPool
+from ninfer_jax.sampling_params import LaneSampling
 
 
 def store(num_pages: int) -> PageStore:
@@ -88,12 +99,39 @@ def test_slots_are_lowest_first_and_checked():
 
 def test_rows_forget_what_they_mapped():
     rows = ExecutionRows(2, 4)
-    row = rows.lease()
+    row = rows.lease(1, LaneSampling())
     rows.append(row, 0, [5, 6])
     rows.append(row, 2, [1])
     assert rows.tables[row].tolist() == [5, 6, 1, NO_PAGE]
     rows.give_back(row)
     assert np.all(rows.tables == NO_PAGE)
+
+
+def test_a_committed_token_moves_its_rows_and_no_other():
+    rows = ExecutionRows(3, 1)
+    for lane in (4, 5, 6):
+        row = rows.lease(lane, LaneSampling())
+        rows.stand_at(row, read_slot=7, write_slot=8, num_tokens=10 * lane, position=lane, num_drawn=0)
+    rows.advance([2, 0], [70, 71])
+    lane, state, drawn = (
+        rows.numbers[:, LANE],
+        rows.numbers[:, [READ_SLOT, WRITE_SLOT]],
+        rows.numbers[:, STEP],
+    )
+    assert (lane.tolist(), state.tolist(), drawn.tolist()) == ([4, 5, 6], [[7, 8]] * 3, [1, 0, 1])
+    assert rows.numbers[:, TOKEN].tolist() == [71, 0, 70]
+    assert rows.numbers[:, POSITIONS:LENGTH].tolist() == [[5] * 3, [5] * 3, [7] * 3]
+    assert rows.numbers[:, LENGTH].tolist() == [41, 50, 61]
+
+
+def test_a_step_runs_on_a_copy_that_later_commits_leave_alone():
+    rows = ExecutionRows(2, 3)
+    row = rows.lease(1, LaneSampling())
+    copied = rows.copy([row])
+    before = copied.copy()
+    rows.append(row, 0, [5])
+    rows.advance([row], [9])
+    assert np.array_equal(copied, before) and not np.array_equal(rows.copy([row]), before)
 
 
 @pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (64, 1), (65, 2), (150, 3), (700, 11)])
