@@ -21,7 +21,8 @@ Physical half (imports nothing of the value half, so that a price can never deci
     outcomes                     where every checkpoint ends up, and the recipes that recover it
     successors                   legal further degradations of a target
     search_types, functions      the Protocols a search is given, and their physical implementations
-    plan, transition, readiness  sealed plans, post-states, the four answers
+    post_state                   the states after each stage of a target, and the copies between them
+    plan, transition, readiness  sealed plans, how a target becomes one, the four answers
     backfill                     the persistent backfill proof
 
 Value half:
@@ -165,7 +166,8 @@ from ninfer_jax.planner.portfolio import (
     make_facts,
     make_value,
 )
-from ninfer_jax.planner.problem import Problem, Tables, identity_targets, make_problem, maximal_targets
+from ninfer_jax.planner.post_state import apply
+from ninfer_jax.planner.problem import Problem, identity_targets, make_problem, maximal_targets
 from ninfer_jax.planner.problem_json import PlanInputs
 from ninfer_jax.planner.projection import assess, assess_numpy
 from ninfer_jax.planner.publication import publication_slots
@@ -187,8 +189,9 @@ from ninfer_jax.planner.state import (
     used,
 )
 from ninfer_jax.planner.successors import make_successor_tables, successors
+from ninfer_jax.planner.tables import Tables
 from ninfer_jax.planner.target import ABSENT, EVICT, KEEP, TargetBatch, make_targets
-from ninfer_jax.planner.transition import apply, seal
+from ninfer_jax.planner.transition import seal
 from ninfer_jax.planner.work import Direction, Phase, PrefillWork, TransferWork, Work, prefill_work
 
 __all__ = [

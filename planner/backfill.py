@@ -14,11 +14,11 @@ from ninfer_jax.planner.candidate import RequestWork, root_candidate
 from ninfer_jax.planner.extents import Blocked
 from ninfer_jax.planner.ids import OwnerId, OwnerKind, Revision
 from ninfer_jax.planner.operations import evict
+from ninfer_jax.planner.post_state import apply
 from ninfer_jax.planner.problem import Problem, make_problem, maximal_targets
 from ninfer_jax.planner.projection import assess_numpy
 from ninfer_jax.planner.resolution import place_recipe, resolve
 from ninfer_jax.planner.target import TargetBatch, take
-from ninfer_jax.planner.transition import apply
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,7 @@ def _check_runs(state: PhysicalState) -> None:
     page = state.capacity.page_tokens
     granules = state.capacity.page_granules()
     taken: set[int] = set()
+    named: set[int] = set()
     for r in range(len(state.run_pool)):
         pool = int(state.run_pool[r])
         holders = [int(o) for o, run in zip(state.space_owner, state.space_run, strict=True) if run == r]
@@ -106,6 +107,10 @@ def _check_runs(state: PhysicalState) -> None:
         pages, committed = int(state.run_pages[r]), int(state.run_committed[r])
         _need(bool(holders) or state.run_pins[r] > 0, f"T-2: run {r} has no reference")
         _need(len(holders) == len(set(holders)), f"run {r} appears twice in one address space: {holders}")
+        names = set(range(int(state.run_serial[r]), int(state.run_serial[r]) + pages))
+        _need(not names & named, f"K-3: run {r} repeats page serials {sorted(names & named)[:3]}")
+        _need(max(names) < state.next_serial, f"K-3: run {r} has serials not given out: {max(names)}")
+        named |= names
         _need(pages > 0 and 0 < committed <= page, f"run {r}: {pages} pages, {committed} columns")
         _need(pages == 1 or committed == page, f"K-2: run {r} of {pages} pages has a partly filled page")
         _need(

@@ -36,10 +36,12 @@ from ninfer_jax.planner.rows import (
     free_slot,
     kv_tokens_of,
     merge_writer_runs,
+    name_pages,
     new_checkpoint,
     new_image,
     new_owner,
     new_run,
+    new_serials,
     put_run,
     refer,
     settled,
@@ -118,8 +120,9 @@ def activate_root(
     state, image = new_image(state, Tier.DEVICE)
     state = copied(state)
     state.owner_reads[owner] = state.owner_writes[owner] = image
-    state.owner_reserved_pages[owner] = [ceil_div(t, page) for t in tokens]
-    return settled(state), owner
+    pages = [ceil_div(t, page) for t in tokens]
+    state.owner_reserved_pages[owner] = pages
+    return settled(name_pages(state, owner, pages)), owner
 
 
 # ---------------------------------------------------------------- active sequences
@@ -246,6 +249,8 @@ def capture(
                 columns = int(state.run_committed[tail])
                 state = copied(state)
                 state.run_writer[tail] = NO_OWNER
+                total = pages + int(state.owner_reserved_pages[owner, pool])
+                state, state.owner_serial[owner, pool] = new_serials(state, total)  # the page has two now
                 state, _ = new_run(state, owner, pool, pages - 1, 1, columns, Tier.DEVICE, writer=owner)
             state = copied(state)
             frozen = [r for r, _ in space(state, holder, pool)]

@@ -24,7 +24,7 @@ from ninfer_jax.planner.portfolio import CacheFacts
 from ninfer_jax.planner.search_types import Budget
 from ninfer_jax.planner.state import PhysicalState
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2  # 2: pages have serials
 ARTIFACT_TYPE: Final = "ninfer-jax-plan"
 MAX_PAGES: Final = 1 << 22  # 268 million tokens of 64-token pages: more is damage
 
@@ -156,15 +156,22 @@ def _check_shapes(state: PhysicalState) -> None:
     tails = {
         "owner_reserved_pages": (n,),
         "owner_frontier": (n,),
+        "owner_serial": (n,),
         "checkpoint_kv_tokens": (n,),
         "checkpoint_rebuild": (3,),
     }
-    small = {"owner_kind": np.int8, "checkpoint_kind": np.int8}
-    flags = ("image_live", "run_device")
+    other = {
+        "owner_kind": np.int8,
+        "checkpoint_kind": np.int8,
+        "owner_serial": np.int64,
+        "run_serial": np.int64,
+        "image_live": np.bool_,
+        "run_device": np.bool_,
+    }
     for prefix, size in sizes.items():
         for name in vars(state):
             if name.startswith(prefix + "_"):
-                dtype = np.bool_ if name in flags else small.get(name, np.int32)
+                dtype = other.get(name, np.int32)
                 _expect(f"inputs.state.{name}", getattr(state, name), dtype, (size, *tails.get(name, ())))
     _expect("inputs.state.edges", state.edges, np.bool_, (o, o))
     ranges = {

@@ -160,7 +160,11 @@ def new_run(
         free = [len(state.run_pool) - 1]
     state = copied(state)
     run = RunId(int(free[0]))
-    state.run_pool[run], state.run_pages[run] = pool, pages
+    if writer == owner:
+        serial = int(state.owner_serial[owner, pool]) + start
+    else:
+        state, serial = new_serials(state, pages)
+    state.run_pool[run], state.run_pages[run], state.run_serial[run] = pool, pages, serial
     state.run_epoch[run] += 1
     state.run_device[run], state.run_host_start[run] = False, NO_EXTENT
     state.run_committed[run] = columns
@@ -171,6 +175,23 @@ def new_run(
     if columns != state.capacity.page_tokens and pages > 1:
         state = split_at(state, owner, pool, start + pages - 1)
     return state, run
+
+
+def new_serials(state: PhysicalState, pages: int) -> tuple[PhysicalState, int]:
+    """Returns the state with `pages` names of pages given out, and the first of them."""
+    return dataclasses.replace(state, next_serial=state.next_serial + pages), state.next_serial
+
+
+def name_pages(state: PhysicalState, owner: OwnerId, last_page: Sequence[int]) -> PhysicalState:
+    """Returns the state in which an active sequence names the pages it will write: one block for each pool.
+
+    Args:
+        last_page: end of the address space that the sequence may ever reach, per pool.
+    """
+    state = copied(state)
+    for pool, pages in enumerate(last_page):
+        state, state.owner_serial[owner, pool] = new_serials(state, int(pages))
+    return state
 
 
 def put_run(state: PhysicalState, run: RunId, tier: Tier) -> PhysicalState:
@@ -236,6 +257,7 @@ def split_run(state: PhysicalState, run: RunId, pages: int) -> tuple[PhysicalSta
             array = getattr(state, f.name)
             array[new] = array[run]
     state.run_pages[run], state.run_pages[new] = pages, total - pages
+    state.run_serial[new] += pages
     state.run_committed[run] = page
     if state.run_device[run]:
         state.run_device_columns[run] = page
@@ -264,7 +286,8 @@ def merge_writer_runs(state: PhysicalState, owner: OwnerId, pool: int) -> Physic
             and int(state.run_pins[r]) == 0
             for r in (a, b)
         )
-        if not same or middle in cuts:
+        follows = int(state.run_serial[b]) == int(state.run_serial[a]) + int(state.run_pages[a])
+        if not same or not follows or middle in cuts:
             i += 1
             continue
         state = copied(state)

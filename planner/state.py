@@ -51,11 +51,16 @@ class PhysicalState:
         owner_reserved_states: Device images promised to an active owner and not materialised.
         owner_frontier: committed tokens per pool; of an inactive owner those of its deepest checkpoint.
         owner_lineage: owner row whose continuation an active sequence consumed; NO_OWNER otherwise.
+        owner_serial: serial of logical page 0 of what an active sequence writes; page p of its own is named
+            ``owner_serial + p``.
+        next_serial: no page has had this serial or a larger one.
         edges: ``edges[a, o]``: active owner a protects inactive owner o until its terminal settlement (D-3).
         checkpoint_kv_tokens: tokens of each pool that the checkpoint requires (typed frontier, K-1).
         checkpoint_rebuild: prefill chunks, vision items and vision patches of a rebuild from root (C-7).
         image_epoch: content version; a replica serves iff its own epoch equals it (K-3, C-5).
         image_device: Device slot or NO_SLOT. image_host: Host slot or NO_SLOT.
+        run_serial: name of the run's first page, later pages count on. A serial is never given twice (K-3,
+            generation): by it the program finds the physical page, however runs are split and joined.
         run_committed: columns written in the run's last page; earlier pages are full.
         run_device_columns: columns the Device replica holds in the last page (0: no replica).
         run_host_start: first granule of the Host replica or NO_EXTENT; pages lie in order.
@@ -66,6 +71,7 @@ class PhysicalState:
     capacity: PhysicalCapacity = field(metadata={"static": True})
     revision: int
     open_transaction: bool
+    next_serial: int
     arena: HostArena
 
     owner_kind: np.ndarray  # int8[O], OwnerKind
@@ -77,6 +83,7 @@ class PhysicalState:
     owner_reserved_states: np.ndarray  # int32[O]
     owner_frontier: np.ndarray  # int32[O, N], tokens
     owner_lineage: np.ndarray  # int32[O], owner row
+    owner_serial: np.ndarray  # int64[O, N]
     edges: np.ndarray  # bool[O, O]
 
     checkpoint_owner: np.ndarray  # int32[Q], NO_OWNER when free
@@ -97,6 +104,7 @@ class PhysicalState:
 
     run_pool: np.ndarray  # int32[U], NO_POOL when free
     run_pages: np.ndarray  # int32[U]
+    run_serial: np.ndarray  # int64[U]
     run_device: np.ndarray  # bool[U]
     run_host_start: np.ndarray  # int32[U], granule
     run_epoch: np.ndarray  # int32[U]
@@ -139,6 +147,7 @@ def make_state(capacity: PhysicalCapacity, *, num_owners: int = 8, revision: int
         capacity=capacity,
         revision=revision,
         open_transaction=False,
+        next_serial=0,
         arena=make_arena(capacity.host_kv_granules),
         owner_kind=ints(o, dtype=np.int8),
         owner_generation=ints(o),
@@ -149,6 +158,7 @@ def make_state(capacity: PhysicalCapacity, *, num_owners: int = 8, revision: int
         owner_reserved_states=ints(o),
         owner_frontier=ints(o, n),
         owner_lineage=ints(o, fill=NO_OWNER),
+        owner_serial=ints(o, n, dtype=np.int64),
         edges=np.zeros((o, o), bool),
         checkpoint_owner=ints(0),
         checkpoint_kind=ints(0, dtype=np.int8),
@@ -166,6 +176,7 @@ def make_state(capacity: PhysicalCapacity, *, num_owners: int = 8, revision: int
         image_pins=ints(0),
         run_pool=ints(0),
         run_pages=ints(0),
+        run_serial=ints(0, dtype=np.int64),
         run_device=np.zeros(0, bool),
         run_host_start=ints(0),
         run_epoch=ints(0),

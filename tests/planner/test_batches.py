@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from ninfer_jax import planner
+from ninfer_jax.planner.post_state import apply
 from ninfer_jax.planner.problem import make_problem
 from ninfer_jax.planner.projection import assess, assess_numpy, project_batch
 from ninfer_jax.planner.target import take
-from ninfer_jax.planner.transition import apply
 
 PHYSICAL = [
     "ids", "capacity", "extents", "state", "rows", "operations", "invariants", "work", "candidate", "target",

@@ -9,12 +9,12 @@ import pytest
 from ninfer_jax.planner.extents import Placed
 from ninfer_jax.planner.ids import OwnerKind
 from ninfer_jax.planner.invariants import check_invariants
+from ninfer_jax.planner.post_state import apply
 from ninfer_jax.planner.problem import identity_targets, make_problem, maximal_targets
 from ninfer_jax.planner.projection import assess, assess_numpy
 from ninfer_jax.planner.resolution import When, place_recipe, resolve
 from ninfer_jax.planner.state import used
 from ninfer_jax.planner.target import concatenate, take
-from ninfer_jax.planner.transition import apply
 
 
 def check_one_state(naive, seed, num_targets, compiled):

@@ -156,7 +156,7 @@ def test_blocked_by_an_active_sequence():  # G-5
         ("[" * 100_000, "not JSON"),
         (b"\xff\xfe\x00", "not JSON"),
         ('{"artifact_type": "ninfer-jax-plan", "schema_version": 7}', "version 7"),
-        ('{"artifact_type": "ninfer-jax-plan", "schema_version": 1}', "sections"),
+        ('{"artifact_type": "ninfer-jax-plan", "schema_version": 2}', "sections"),
     ],
 )
 def test_a_foreign_file_is_one_clear_line(text, message):

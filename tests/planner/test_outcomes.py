@@ -11,10 +11,10 @@ from ninfer_jax.planner.capacity import make_capacity
 from ninfer_jax.planner.ids import CheckpointKind, Tier
 from ninfer_jax.planner.operations import CheckpointSpec, add_owner
 from ninfer_jax.planner.outcomes import checkpoint_outcomes, make_outcome_tables, recoveries
+from ninfer_jax.planner.post_state import apply
 from ninfer_jax.planner.problem import identity_targets, make_problem
 from ninfer_jax.planner.state import make_state
 from ninfer_jax.planner.target import EVICT, concatenate, make_targets
-from ninfer_jax.planner.transition import apply
 from ninfer_jax.planner.work import Direction, Phase, PrefillWork, TransferWork
 
 

@@ -14,11 +14,11 @@ from ninfer_jax.planner.operations import CheckpointSpec, activate_root, add_own
 from ninfer_jax.planner.plan import Readiness
 from ninfer_jax.planner.planning import plan_materialization
 from ninfer_jax.planner.portfolio import make_facts
+from ninfer_jax.planner.post_state import apply
 from ninfer_jax.planner.problem import make_problem
 from ninfer_jax.planner.publication import publication_slots
 from ninfer_jax.planner.search_types import Budget
 from ninfer_jax.planner.state import make_state
-from ninfer_jax.planner.transition import apply
 
 
 def machine(*, pages, lanes=2, host=0):

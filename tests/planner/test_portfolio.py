@@ -33,11 +33,12 @@ from ninfer_jax.planner.portfolio import (
     private_loss,
     saving,
 )
+from ninfer_jax.planner.post_state import apply
 from ninfer_jax.planner.problem import identity_targets, make_problem, maximal_targets
 from ninfer_jax.planner.projection import assess_numpy
 from ninfer_jax.planner.state import make_state
 from ninfer_jax.planner.target import EVICT, concatenate, make_targets, take
-from ninfer_jax.planner.transition import apply, immediate_work
+from ninfer_jax.planner.transition import immediate_work
 
 FREE = TransferCoefficients(0, 0, 0)
 PER_BYTE = TransferCoefficients(0, 0, Q32)

@@ -23,12 +23,13 @@ from ninfer_jax.planner.operations import (
 )
 from ninfer_jax.planner.options import ReplicaAction, Survivors
 from ninfer_jax.planner.plan import Action, Readiness, StageName, is_stale
+from ninfer_jax.planner.post_state import apply
 from ninfer_jax.planner.problem import identity_targets, make_problem, maximal_targets
 from ninfer_jax.planner.projection import assess_numpy
 from ninfer_jax.planner.readiness import gate, isolated_root_fits, readiness
 from ninfer_jax.planner.state import eligible, is_device_ready, is_valid, make_state, space, used
 from ninfer_jax.planner.target import EVICT, KEEP, make_targets, take
-from ninfer_jax.planner.transition import apply, seal
+from ninfer_jax.planner.transition import seal
 
 STATE, HOST_STATE, HOST_KV, PAGES = range(4)
 

@@ -22,6 +22,7 @@ from ninfer_jax.planner.operations import (
     settle_fork,
     truncate,
 )
+from ninfer_jax.planner.post_state import apply
 from ninfer_jax.planner.problem import identity_targets, make_problem
 from ninfer_jax.planner.projection import assess_numpy
 from ninfer_jax.planner.resolution import place_recipe, resolve
@@ -35,7 +36,6 @@ from ninfer_jax.planner.state import (
     used,
 )
 from ninfer_jax.planner.target import take
-from ninfer_jax.planner.transition import apply
 
 
 def sets_used(naive, state):

@@ -10,12 +10,12 @@ from ninfer_jax.planner.capacity import make_capacity
 from ninfer_jax.planner.ids import OwnerKind
 from ninfer_jax.planner.operations import CheckpointSpec, add_owner
 from ninfer_jax.planner.options import make_templates, refines
+from ninfer_jax.planner.post_state import apply
 from ninfer_jax.planner.problem import identity_targets, make_problem, maximal_targets
 from ninfer_jax.planner.projection import assess_numpy
 from ninfer_jax.planner.state import make_state
 from ninfer_jax.planner.successors import make_successor_tables, successors
 from ninfer_jax.planner.target import ABSENT, EVICT, KEEP, take, target_keys
-from ninfer_jax.planner.transition import apply
 
 
 def random_problem(naive, seed):
