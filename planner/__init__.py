@@ -12,10 +12,13 @@ Physical half (imports nothing of the value half, so that a price can never deci
     state                        PhysicalState: unique objects, replicas, references, reservations, pins
     rows, operations, invariants legal operations that build and change states; the checks
     work, candidate              counts of copies and prefill; what one admission may start from
-    target, options              a batch of option codes; what the codes mean and which degrades which
+    target, options,             a batch of option codes; what the codes mean and which degrades which; how
+    option_sizes                 much of an owner they take
     lineage                      what survives when a source is consumed
-    holders, contributions       who holds what; what every option does to it
-    problem                      the tables of one planning round, sources of candidates included
+    holders, contributions       who holds what in one revision; what every option does to it
+    sources, needs               what a candidate's source keeps and hands over; what the candidate asks for
+    tables, problem              the arrays of the pressure domain; one planning round, which makes them late
+    identity                     rounds without pressure: identities assessed without any table
     projection, stages           post-state sums, Move/Fork, COW and stage peaks of B targets at once
     resolution                   the same for one target, object by object, with the exact arena recipe
     outcomes                     where every checkpoint ends up, and the recipes that recover it
@@ -129,6 +132,7 @@ from ninfer_jax.planner.demand import (
 )
 from ninfer_jax.planner.extents import HostArena, make_arena
 from ninfer_jax.planner.functions import PhysicalFunctions, physical_functions
+from ninfer_jax.planner.holders import Holdings, make_holdings
 from ninfer_jax.planner.ids import CheckpointKind, CheckpointRef, OwnerKind, Tier
 from ninfer_jax.planner.invariants import check_invariants
 from ninfer_jax.planner.operations import (
@@ -217,6 +221,7 @@ __all__ = [
     "Demand",
     "Direction",
     "Disposition",
+    "Holdings",
     "HostArena",
     "MachineCostModel",
     "NewCheckpoint",
@@ -285,6 +290,7 @@ __all__ = [
     "make_arena",
     "make_capacity",
     "make_facts",
+    "make_holdings",
     "make_outcome_tables",
     "make_problem",
     "make_request",

@@ -11,11 +11,12 @@ from functools import cached_property
 
 import numpy as np
 from ninfer_jax.planner.outcomes import OutcomeTables, checkpoint_outcomes, make_outcome_tables
-from ninfer_jax.planner.problem import Problem, Tables
+from ninfer_jax.planner.problem import Problem
 from ninfer_jax.planner.projection import assess, assess_numpy
 from ninfer_jax.planner.resolution import confirm
 from ninfer_jax.planner.search_types import Assessment, CheckpointOutcomes, Confirmation
 from ninfer_jax.planner.successors import SuccessorTables, make_successor_tables, successors
+from ninfer_jax.planner.tables import Tables
 from ninfer_jax.planner.target import TargetBatch
 
 

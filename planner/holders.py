@@ -1,16 +1,19 @@
 """Who holds what: one row per (owner, object), and the facts of every object that planning needs.
 
-Owns: the sparse owner-object relation of one state, who may change an object, and which objects are shared
-classes. Objects are images first, then runs. Owns no option and no candidate.
+Owns: the sparse owner-object relation of one state, who may change an object, which objects are shared
+classes, and `Holdings`, all of it for one revision. Objects are images first, then runs. Owns no option and
+no candidate: what is here depends on the state alone, so one revision needs it once, however many requests
+are planned on it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from ninfer_jax.planner.ids import NO_CLASS, NO_EXTENT, NO_IMAGE, NO_OWNER, NO_POOL, NO_SLOT, OwnerKind
-from ninfer_jax.planner.state import PhysicalState
+from ninfer_jax.planner.state import PhysicalState, eligible, used
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +40,96 @@ class Objects:
     fixed_host: np.ndarray  # bool[X]
     holders: np.ndarray  # int32[X], eligible owners that hold it
     class_of: np.ndarray  # int32[X], class row or NO_CLASS
+
+
+@dataclass(frozen=True, eq=False)
+class Holdings:
+    """What planning derives from one state before it knows a request. Build with `make_holdings`.
+
+    Attributes:
+        may_go: owners that may be victims (T-2).
+        victim_of: victim row of each owner, or -1.
+        rank: rank of each live checkpoint in its owner, 0 shallowest; -1 for free rows.
+        counts: live checkpoints of each owner.
+        image_bounds: where in `entries` each owner's checkpoint images begin; the next owner's follow.
+        run_bounds: the same for its runs, which are sorted by pool and page.
+    """
+
+    state: PhysicalState
+    may_go: np.ndarray  # bool[O]
+    victims: np.ndarray  # int32[V], owner row of each victim row
+    victim_of: np.ndarray  # int32[O]
+    checkpoints: np.ndarray  # int32[Q], every live checkpoint row
+    rank: np.ndarray  # int32[rows]
+    counts: np.ndarray  # int32[O]
+    entries: Entries
+    objects: Objects
+    used0: np.ndarray  # int32[R]
+    image_bounds: np.ndarray  # int64[O + 1]
+    run_bounds: np.ndarray  # int64[O + 1]
+
+    @cached_property
+    def shared(self) -> np.ndarray:
+        """Returns int64[C], the objects that are classes, in class order."""
+        return np.flatnonzero(self.objects.class_of >= 0)
+
+    @cached_property
+    def first_owner(self) -> np.ndarray:
+        """Returns int32[X], the smallest victim owner row that holds each object; a large number if none."""
+        out = np.full(len(self.objects.item), np.iinfo(np.int32).max, np.int32)
+        rows = np.flatnonzero(self.entries.victim >= 0)
+        np.minimum.at(out, self.entries.obj[rows], self.entries.owner[rows])
+        return out
+
+    @cached_property
+    def has_shared_owner(self) -> np.ndarray:
+        """Returns bool[X], objects that a victim of kind SHARED holds."""
+        out = np.zeros(len(self.objects.item), bool)
+        entries = self.entries
+        is_shared = self.state.owner_kind[entries.owner] == OwnerKind.SHARED
+        out[entries.obj[is_shared & (entries.victim >= 0)]] = True
+        return out
+
+    @cached_property
+    def victim_depth(self) -> int:
+        """Returns the largest number of checkpoints of one victim, at least 1."""
+        return int(self.counts[self.victims].max(initial=1))
+
+    def entries_of(self, owner: int) -> tuple[slice, slice]:
+        """Returns the `entries` rows of an inactive owner's images and of its runs."""
+        return (
+            slice(int(self.image_bounds[owner]), int(self.image_bounds[owner + 1])),
+            slice(int(self.run_bounds[owner]), int(self.run_bounds[owner + 1])),
+        )
+
+
+def make_holdings(state: PhysicalState) -> Holdings:
+    """Returns the derived tables of one revision; `make_problem` takes them to plan many requests on it."""
+    may_go = eligible(state)
+    victims = np.flatnonzero(may_go).astype(np.int32)
+    victim_of = np.full(state.num_owners, -1, np.int32)
+    victim_of[victims] = np.arange(len(victims), dtype=np.int32)
+    rank, counts = checkpoint_ranks(state)
+    entries = make_entries(state, victim_of, rank)
+    owners = np.arange(state.num_owners + 1)
+    num_runs = len(state.space_owner)
+    num_images = int(np.count_nonzero(entries.bits))  # checkpoint images come first
+    image_bounds = np.searchsorted(entries.owner[:num_images], owners)
+    run_bounds = np.searchsorted(state.space_owner, owners) + (len(entries.owner) - num_runs)
+    return Holdings(
+        state,
+        may_go,
+        victims,
+        victim_of,
+        np.flatnonzero(state.checkpoint_owner != NO_OWNER).astype(np.int32),
+        rank,
+        counts,
+        entries,
+        make_objects(state, entries, may_go),
+        used(state),
+        image_bounds,
+        run_bounds,
+    )
 
 
 def checkpoint_ranks(state: PhysicalState) -> tuple[np.ndarray, np.ndarray]:

@@ -23,9 +23,9 @@ from ninfer_jax.planner.candidate import Disposition
 from ninfer_jax.planner.capacity import axis_names
 from ninfer_jax.planner.codec import encode
 from ninfer_jax.planner.cost import SATURATED
-from ninfer_jax.planner.ids import CheckpointKind, OwnerKind
+from ninfer_jax.planner.ids import CheckpointKind, CheckpointRef, OwnerKind
 from ninfer_jax.planner.options import Extent, ReplicaAction, Survivors, Template
-from ninfer_jax.planner.plan import Readiness, StageName
+from ninfer_jax.planner.plan import Readiness, Step
 from ninfer_jax.planner.planning import Planned, plan_materialization
 from ninfer_jax.planner.problem import Problem, base_tokens, make_problem
 from ninfer_jax.planner.problem_json import PlanInputs, ReplayClock, check_inputs, read, write
@@ -327,17 +327,15 @@ def describe(template: Template) -> str:
     return "; ".join(parts) or "stays"
 
 
-def _step(step: object) -> str:
+def _step(step: Step) -> str:
     """Returns a sealed step as one line of named members; equal steps give equal lines."""
-    assert dataclasses.is_dataclass(step) and not isinstance(step, type)
     parts = []
-    for f in dataclasses.fields(step):
-        value = getattr(step, f.name)
-        if value is not None and value != f.default:
-            shown = value.name if isinstance(value, StageName) else getattr(value, "name", value)
-            if dataclasses.is_dataclass(value):
+    for name, value in step._asdict().items():
+        if value is not None and value != step._field_defaults.get(name):
+            shown = getattr(value, "name", value)
+            if isinstance(value, CheckpointRef):
                 shown = ",".join(str(int(getattr(value, m.name))) for m in dataclasses.fields(value))
-            parts.append(f"{f.name}={shown}")
+            parts.append(f"{name}={shown}")
     return " ".join(parts)
 
 

@@ -23,10 +23,11 @@ from ninfer_jax.planner.holders import checkpoint_ranks
 from ninfer_jax.planner.ids import NO_OWNER, CheckpointId, OwnerId
 from ninfer_jax.planner.lineage import surviving_checkpoints
 from ninfer_jax.planner.options import ReplicaAction
-from ninfer_jax.planner.problem import Problem, Tables
+from ninfer_jax.planner.problem import Problem
 from ninfer_jax.planner.projection import BATCH_BUCKETS, class_fates
 from ninfer_jax.planner.search_types import CheckpointOutcomes
 from ninfer_jax.planner.state import checkpoints_of
+from ninfer_jax.planner.tables import Tables
 from ninfer_jax.planner.target import ABSENT, KEEP, TargetBatch
 from ninfer_jax.planner.work import (
     Direction,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from typing import NamedTuple
 
 import numpy as np
 from ninfer_jax.planner.candidate import Candidate
@@ -57,8 +58,7 @@ class Action(Enum):
     CONSUME_OWNER = "the source owner becomes the active sequence"
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One ordered action.
 
     Attributes:

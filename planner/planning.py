@@ -18,13 +18,7 @@ from ninfer_jax.planner.functions import PhysicalFunctions, physical_functions
 from ninfer_jax.planner.options import Extent, ReplicaAction, Survivors
 from ninfer_jax.planner.plan import Readiness, ResourcePlan
 from ninfer_jax.planner.portfolio import CacheFacts, PortfolioValue, make_value
-from ninfer_jax.planner.problem import (
-    ImageRule,
-    Problem,
-    TailRule,
-    identity_targets,
-    maximal_targets,
-)
+from ninfer_jax.planner.problem import Problem, identity_targets, maximal_targets
 from ninfer_jax.planner.readiness import gate, readiness
 from ninfer_jax.planner.search import (
     Found,
@@ -35,6 +29,7 @@ from ninfer_jax.planner.search import (
 )
 from ninfer_jax.planner.search_types import Adoptable, Budget, Clock
 from ninfer_jax.planner.shared_capture import CaptureScenario, NetGain
+from ninfer_jax.planner.sources import ImageRule, TailRule
 from ninfer_jax.planner.target import KEEP
 from ninfer_jax.planner.transition import seal
 
@@ -119,7 +114,8 @@ def plan_materialization(
     )
     plan = price = None
     if result.best is not None:
-        sealed = seal(problem, result.best.target, intent=intent)
+        best = result.best
+        sealed = seal(problem, best.target, intent=intent, assessment=best.assessment)
         assert not isinstance(sealed, Blocked), "a confirmed target fits the arena"
         plan, price = sealed, price_split(value, result.best)
     answer = readiness(problem.state, request, None if result.best is None else result.best.assessment)

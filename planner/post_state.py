@@ -176,7 +176,7 @@ def begin(problem: Problem, target: TargetBatch) -> tuple[Transition, PhysicalSt
     for p in resolution.pieces:
         if p.item > 0 and p.first > 0:
             state, new = split_run(state, RunId(p.obj - images), p.first)
-            p = replace(p, obj=new + images, first=0, last=p.size)
+            p = p._replace(obj=new + images, first=0, last=p.size)
         pieces.append(p)
     return Transition(problem, resolution, tuple(pieces), starts, images), state
 

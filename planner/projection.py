@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from ninfer_jax.planner.contributions import D2H, D2H_OPS, DEVICE_COPIED, DEVICE_NOW, HOST_NOW
-from ninfer_jax.planner.problem import (
+from ninfer_jax.planner.identity import are_identities, assess_identities
+from ninfer_jax.planner.needs import (
     DEVICE_LATE,
     FRESH,
     GROWTH,
@@ -28,11 +29,11 @@ from ninfer_jax.planner.problem import (
     STATE_IS_FORK,
     TAIL_D2D,
     TAIL_H2D,
-    Problem,
-    Tables,
 )
+from ninfer_jax.planner.problem import Problem
 from ninfer_jax.planner.search_types import Assessment
 from ninfer_jax.planner.stages import NUM_STAGES, Changes, stage_peaks, stage_used
+from ninfer_jax.planner.tables import Tables
 from ninfer_jax.planner.target import ABSENT, KEEP, TargetBatch
 
 BATCH_BUCKETS: Final = (1, 32, 256, 1024)
@@ -185,7 +186,12 @@ def project_batch(tables: Tables, candidate: Array, codes: Array) -> jax.Array:
 
 
 def assess_numpy(problem: Problem, targets: TargetBatch) -> Assessment:
-    """Returns the assessment computed by NumPy, in blocks that fit the cache; the compiled one's oracle."""
+    """Returns the assessment computed by NumPy, in blocks that fit the cache; the compiled one's oracle.
+
+    Identities are answered without the tables, so that a round without pressure never makes them (G-2).
+    """
+    if are_identities(problem, targets):
+        return assess_identities(problem, targets.candidate)
     codes = _padded_codes(problem, targets)
     blocks = [slice(at, at + NUMPY_BLOCK) for at in range(0, max(len(codes), 1), NUMPY_BLOCK)]
     parts = [project(np, problem.tables, targets.candidate[b], codes[b]) for b in blocks]

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 from ninfer_jax.planner.capacity import HOST_KV
 from ninfer_jax.planner.extents import Blocked, Placed, place
-from ninfer_jax.planner.ids import OwnerId, OwnerKind
+from ninfer_jax.planner.ids import OwnerId
 from ninfer_jax.planner.lineage import surviving_checkpoints
 from ninfer_jax.planner.options import ReplicaAction
-from ninfer_jax.planner.problem import ImageRule, Problem, TailRule
+from ninfer_jax.planner.problem import Problem
 from ninfer_jax.planner.search_types import Assessment, Confirmation
+from ninfer_jax.planner.sources import ImageRule, TailRule
 from ninfer_jax.planner.state import checkpoints_of
 from ninfer_jax.planner.target import ABSENT, EVICT, KEEP, TargetBatch
 
@@ -33,8 +35,7 @@ class When(IntEnum):
     LATE = 3  # COMMITTED: the consumed source keeps it until then
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """One object, or a page range of one run, whose replicas change.
 
     Attributes:
@@ -52,8 +53,8 @@ class Piece:
     on_host: bool
     had_device: bool
     had_host: bool
-    frees_device: When
-    frees_host: When
+    frees_device: int  # When
+    frees_host: int  # When
     copies_d2h: bool
     restores_h2d: bool
     owner_row: int
@@ -103,108 +104,59 @@ def resolve(problem: Problem, target: TargetBatch) -> Resolution:
         raise ValueError(f"resolve takes one target, got {len(target)}")
     which, codes = int(target.candidate[0]), target.codes[0]
     source = problem.sources[which]
-    absent = np.flatnonzero(codes == ABSENT)
+    absent = np.flatnonzero(codes == ABSENT).tolist()
     expected = [int(problem.source_victim[which])] if problem.source_victim[which] >= 0 else []
-    if absent.tolist() != expected:
-        raise ValueError(f"victim rows {expected} of candidate {which} must be ABSENT, got {absent.tolist()}")
+    if absent != expected:
+        raise ValueError(f"victim rows {expected} of candidate {which} must be ABSENT, got {absent}")
 
-    objects, entries, options = problem.objects, problem.entries, problem.options
-    rows = np.flatnonzero(entries.victim >= 0)
-    victim = entries.victim[rows]
-    code = codes[victim]
-    rows, victim, code = rows[code != ABSENT], victim[code != ABSENT], code[code != ABSENT]
-    obj = entries.obj[rows]
-    item, size = objects.item[obj], objects.size[obj]
-    kept, acted = _one_option(problem, rows, victim, code, item)
-    lone = objects.class_of[obj] < 0
-    acted = np.where(~lone & (acted < size), 0, acted)
-    action = np.where(item > 0, options.kv_action[code], options.state_action[code])
-    device, host = objects.device[obj], objects.host[obj]
-    both = device & host
-    to_host = (action == ReplicaAction.DEMOTE) | ((action == ReplicaAction.DROP_DEVICE) & both)
-    drop_host = (action == ReplicaAction.DROP_HOST) & both
-    whole = kept & (acted == size)
-    part = kept & (acted > 0) & (acted < size)
-    wants_device = kept & device & ~(whole & to_host)
-    wants_host = kept & ((host & ~(whole & drop_host)) | (whole & (action == ReplicaAction.DEMOTE)))
-
-    x = len(objects.item)
-    other_device, other_host = objects.fixed_device.copy(), objects.fixed_host.copy()
-    other_device[obj[wants_device]] = True
-    other_host[obj[wants_host]] = True
+    objects = problem.objects
+    taken = _taken(problem, codes)
+    touched = np.unique(np.concatenate([source.obj, taken.obj]))  # the only objects that can change
+    device, host = objects.device[touched], objects.host[touched]
+    mine, theirs = np.searchsorted(touched, source.obj), np.searchsorted(touched, taken.obj)
+    keepers = objects.holders[touched] - np.bincount(theirs, minlength=len(touched))
+    keepers[mine] -= len(expected)
+    other_device = objects.fixed_device[touched] | (device & (keepers > 0))
+    other_host = objects.fixed_host[touched] | (host & (keepers > 0))
+    other_device[theirs[taken.wants_device]] = True
+    other_host[theirs[taken.wants_host]] = True
     others = other_device | other_host
-    need, hold_device, hold_host, late = (np.zeros(x, bool) for _ in range(4))
-    need[source.obj] = source.need
-    hold_device[source.obj], hold_host[source.obj] = source.hold_device, source.hold_host
-    late[source.obj] = source.consume
+    need, hold_device, hold_host, late = np.zeros((4, len(touched)), bool)
+    need[mine], hold_device[mine], hold_host[mine] = source.need, source.hold_device, source.hold_host
+    late[mine] = source.consume
     copies: list[tuple[int, int, bool]] = []
     in_place: list[int] = []
     for pool, (tail, rule) in enumerate(zip(source.tail_obj, source.tail_rule, strict=True)):
-        copied = rule == TailRule.COPY or (rule == TailRule.BY_OTHERS and bool(others[tail]))
+        at = np.searchsorted(touched, tail)
+        copied = rule == TailRule.COPY or (rule == TailRule.BY_OTHERS and bool(others[at]))
         if copied:
             copies.append((pool, tail, not bool(objects.device[tail])))
         elif rule != TailRule.NONE:
-            need[tail] = True
+            need[at] = True
         in_place.append(tail if rule != TailRule.NONE and not copied else -1)
-    image = source.image_obj
     forks = source.image_rule == ImageRule.FORK
     if source.image_rule == ImageRule.BY_OTHERS:
-        forks = bool(others[image])
-        need[image] |= not forks
+        at = np.searchsorted(touched, source.image_obj)
+        forks = bool(others[at])
+        need[at] |= not forks
     on_device = other_device | hold_device | need
-    on_host = (other_host | hold_host) & (objects.host | ~on_device)
+    on_host = (other_host | hold_host) & (host | ~on_device)
 
-    # objects that nobody in the domain holds keep what they have
-    touched = objects.holders > 0
-    touched[source.obj] = True
-    changed = touched & ((on_device != objects.device) | (on_host != objects.host))
-    first_owner = np.full(x, np.iinfo(np.int32).max, np.int64)
-    np.minimum.at(first_owner, entries.obj[entries.victim >= 0], entries.owner[entries.victim >= 0])
-    is_shared = np.zeros(x, bool)
-    shared_owner = problem.state.owner_kind[entries.owner] == OwnerKind.SHARED
-    is_shared[entries.obj[shared_owner & (entries.victim >= 0)]] = True
-
-    def piece(o: int, first: int, last: int, dev: bool, hst: bool) -> Piece:
-        had_device, had_host = bool(objects.device[o]), bool(objects.host[o])
-        copies_d2h = hst and not had_host
-        freed_device = When.NEVER
-        if had_device and not dev:
-            freed_device = When.LATE if late[o] else (When.COPIED if copies_d2h else When.NOW)
-        freed_host = When.NEVER
-        if had_host and not hst:
-            freed_host = When.LATE if late[o] else When.NOW
-        return Piece(
-            o,
-            int(objects.item[o]),
-            first,
-            last,
-            dev,
-            hst,
-            had_device,
-            had_host,
-            freed_device,
-            freed_host,
-            copies_d2h,
-            dev and not had_device,
-            int(first_owner[o]),
-            bool(is_shared[o]),
-        )
-
-    pieces = [
-        piece(int(o), 0, int(objects.size[o]), bool(on_device[o]), bool(on_host[o]))
-        for o in np.flatnonzero(changed)
-    ]
-    for e in np.flatnonzero(part):
-        o = int(obj[e])
-        dev = bool(device[e]) and not bool(to_host[e])
-        hst = bool((host[e] and not drop_host[e]) or action[e] == ReplicaAction.DEMOTE)
-        if dev != bool(objects.device[o]) or hst != bool(objects.host[o]):
-            pieces.append(piece(o, int(size[e] - acted[e]), int(size[e]), dev, hst))
-    pieces.sort(key=lambda p: (not p.is_shared_owner, p.owner_row, p.item, p.obj, p.first))
+    moved = (on_device != device) | (on_host != host)
+    part = taken.is_part & ((taken.part_device != device[theirs]) | (taken.part_host != host[theirs]))
+    sizes = objects.size[touched]
+    pieces = _pieces(
+        problem,
+        np.concatenate([touched[moved], taken.obj[part]]),
+        np.concatenate([np.zeros(int(moved.sum()), np.int32), (sizes[theirs] - taken.acted)[part]]),
+        np.concatenate([on_device[moved], taken.part_device[part]]),
+        np.concatenate([on_host[moved], taken.part_host[part]]),
+        np.concatenate([late[moved], late[theirs][part]]),
+    )
     return Resolution(
         which,
-        tuple(int(c) for c in codes),
-        tuple(pieces),
+        tuple(codes.tolist()),
+        pieces,
         tuple(copies),
         tuple(in_place),
         forks,
@@ -212,29 +164,113 @@ def resolve(problem: Problem, target: TargetBatch) -> Resolution:
     )
 
 
+@dataclass(frozen=True, eq=False)
+class _Taken:
+    """What the degraded owners hold, and where their options still want it. Letter E: their entries."""
+
+    obj: np.ndarray  # int32[E]
+    wants_device: np.ndarray  # bool[E]
+    wants_host: np.ndarray  # bool[E]
+    acted: np.ndarray  # int32[E], last pages of the run that the option acts on
+    is_part: np.ndarray  # bool[E], it acts on a part of the run
+    part_device: np.ndarray  # bool[E], the acted part stays on Device
+    part_host: np.ndarray  # bool[E]
+
+
+def _taken(problem: Problem, codes: np.ndarray) -> _Taken:
+    objects, entries = problem.objects, problem.entries
+    if not (codes > ABSENT).any():
+        none = np.zeros(0, bool)
+        return _Taken(np.zeros(0, np.int32), none, none, np.zeros(0, np.int32), none, none, none)
+    options = problem.options
+    rows = np.flatnonzero(np.append(codes > ABSENT, False)[entries.victim])  # row -1 is no victim
+    victim, obj = entries.victim[rows], entries.obj[rows]
+    code, item, size = codes[victim], objects.item[obj], objects.size[obj]
+    kept, acted = _one_option(problem, rows, victim, code, item)
+    acted = np.where((objects.class_of[obj] >= 0) & (acted < size), 0, acted)
+    action = np.where(item > 0, options.kv_action[code], options.state_action[code])
+    device, host = objects.device[obj], objects.host[obj]
+    both = device & host
+    to_host = (action == ReplicaAction.DEMOTE) | ((action == ReplicaAction.DROP_DEVICE) & both)
+    drop_host = (action == ReplicaAction.DROP_HOST) & both
+    whole = kept & (acted == size)
+    return _Taken(
+        obj,
+        kept & device & ~(whole & to_host),
+        kept & ((host & ~(whole & drop_host)) | (whole & (action == ReplicaAction.DEMOTE))),
+        acted,
+        kept & (acted > 0) & (acted < size),
+        device & ~to_host,
+        (host & ~drop_host) | (action == ReplicaAction.DEMOTE),
+    )
+
+
+def _pieces(
+    problem: Problem,
+    obj: np.ndarray,
+    first: np.ndarray,
+    on_device: np.ndarray,
+    on_host: np.ndarray,
+    late: np.ndarray,
+) -> tuple[Piece, ...]:
+    """Returns the changes of objects (from page `first` on) in canonical order."""
+    if not len(obj):
+        return ()
+    objects, holdings = problem.objects, problem.holdings
+    item, had_device, had_host = objects.item[obj], objects.device[obj], objects.host[obj]
+    copies = on_host & ~had_host
+    without_copy = np.where(late, int(When.LATE), int(When.NOW))
+    frees_device = np.where(copies & ~late, int(When.COPIED), without_copy)
+    frees_device = np.where(had_device & ~on_device, frees_device, int(When.NEVER))
+    frees_host = np.where(had_host & ~on_host, without_copy, int(When.NEVER))
+    owner, is_shared = holdings.first_owner[obj], holdings.has_shared_owner[obj]
+    order = np.lexsort((first, obj, item, owner, ~is_shared))
+    columns = (
+        obj,
+        item,
+        first,
+        objects.size[obj],
+        on_device,
+        on_host,
+        had_device,
+        had_host,
+        frees_device,
+        frees_host,
+        copies,
+        on_device & ~had_device,
+        owner,
+        is_shared,
+    )
+    return tuple(map(Piece._make, zip(*(c[order].tolist() for c in columns), strict=True)))
+
+
 def _logical(
     problem: Problem, which: int, codes: np.ndarray
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Returns dropped checkpoint rows, evicted and degraded owner rows, released checkpoint rows."""
-    state, options = problem.state, problem.options
-    dropped, evicted, degraded = [], [], []
-    for v in np.flatnonzero((codes != KEEP) & (codes != ABSENT)):
-        owner, code = int(problem.victims[v]), int(codes[v])
-        degraded.append(owner)
-        if code == EVICT:
-            evicted.append(owner)
-        alive = int(options.alive[v, code])
-        rows = checkpoints_of(state, OwnerId(owner))
-        dropped += [int(c) for i, c in enumerate(rows) if not alive >> i & 1]
+    state, holdings = problem.state, problem.holdings
+    changed = np.flatnonzero(codes > ABSENT)
+    dropped = np.zeros(0, np.int32)
+    if len(changed):
+        rows = problem.checkpoints
+        victim, rank = holdings.victim_of[state.checkpoint_owner[rows]], holdings.rank[rows]
+        code = np.append(codes, KEEP)[victim]  # row -1 is no victim
+        gone = np.flatnonzero((code > ABSENT) & (problem.options.alive[victim, code] >> rank & 1 == 0))
+        dropped = rows[gone[np.lexsort((rank[gone], victim[gone]))]]
     released: list[int] = []
     source = problem.sources[which]
     if source.consume:
         checkpoint = problem.candidates[which].checkpoint
         assert checkpoint is not None
-        rows = checkpoints_of(state, OwnerId(source.owner))
-        stays = surviving_checkpoints(state, checkpoint)
-        released = [int(c) for c, s in zip(rows, stays, strict=True) if not s]
-    return tuple(dropped), tuple(evicted), tuple(degraded), tuple(released)
+        mine = checkpoints_of(state, OwnerId(source.owner))
+        released = mine[~surviving_checkpoints(state, checkpoint)].tolist()
+    evicted = problem.victims[np.flatnonzero(codes == EVICT)]
+    return (
+        tuple(dropped.tolist()),
+        tuple(evicted.tolist()),
+        tuple(problem.victims[changed].tolist()),
+        tuple(released),
+    )
 
 
 def _one_option(

@@ -13,15 +13,17 @@ import numpy as np
 import pytest
 
 from ninfer_jax import planner
+from ninfer_jax.planner.holders import make_holdings
 from ninfer_jax.planner.post_state import apply
 from ninfer_jax.planner.problem import make_problem
 from ninfer_jax.planner.projection import assess, assess_numpy, project_batch
 from ninfer_jax.planner.target import take
 
 PHYSICAL = [
-    "ids", "capacity", "extents", "state", "rows", "operations", "invariants", "work", "candidate", "target",
-    "options", "lineage", "holders", "contributions", "problem", "projection", "stages", "resolution",
-    "outcomes", "successors", "search_types", "functions", "plan", "transition", "readiness", "backfill",
+    "ids", "capacity", "extents", "state", "rows", "operations", "invariants", "work", "candidate",
+    "target", "options", "option_sizes", "lineage", "holders", "contributions", "sources", "needs",
+    "tables", "problem", "identity", "projection", "stages", "resolution", "outcomes", "successors",
+    "search_types", "functions", "plan", "transition", "readiness", "backfill",
 ]  # fmt: skip
 VALUE = {"cost", "portfolio", "search", "shared_capture"}
 BANNED = {"time", "random", "logging", "flax", "orbax", "jax.experimental", "jax.random", "numpy.random"}
@@ -47,6 +49,26 @@ def test_rows_do_not_depend_on_the_batch(naive):
         chex.assert_trees_all_equal(assess_numpy(problem, take(targets, some)), rows_of(reference, some))
     with jax.disable_jit():
         chex.assert_trees_all_equal(assess(problem, take(targets, order[:3])), rows_of(reference, order[:3]))
+
+
+def test_identities_are_assessed_without_tables(naive):
+    """The short way of G-2 gives the projection's bits and builds no pressure domain."""
+    for seed in range(25):
+        rng = random.Random(seed)
+        state = naive.random_state(seed, apply=apply, make_problem=make_problem)
+        problem = make_problem(state, naive.random_candidates(state, rng), holdings=make_holdings(state))
+        identities = planner.identity_targets(problem)
+        got = assess_numpy(problem, identities)
+        assert "_pressure" not in vars(problem)
+        chex.assert_trees_all_equal(got, assess(problem, identities))
+        reverse = np.arange(len(identities))[::-1]
+        chex.assert_trees_all_equal(assess_numpy(problem, take(identities, reverse)), rows_of(got, reverse))
+
+
+def test_holdings_of_another_state_are_refused(naive):
+    one, other = (naive.random_state(s, apply=apply, make_problem=make_problem) for s in (1, 2))
+    with pytest.raises(ValueError, match=r"call make_holdings\(state\) after every change"):
+        make_problem(one, [planner.root_candidate(planner.make_request(1, 0))], holdings=make_holdings(other))
 
 
 def test_one_trace_per_bucket(naive):
