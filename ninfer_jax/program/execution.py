@@ -461,9 +461,8 @@ def _warm_up(executor: ModelExecutor, capacity: CapacityVector) -> None:
     Slot 0 and page 0 belong to nobody yet, and whoever gets them starts from zero state and zero length.
     """
     rows = ExecutionRows(1, capacity.row_pages)
-    row = rows.lease(0, LaneSampling())
+    row = rows.lease(lane=0, state_slot=0, prompt_tokens=1, rope_delta=0, sampling=LaneSampling())
     rows.append(row, 0, [0])
-    rows.stand_at(row, read_slot=0, write_slot=0, num_tokens=1, position=0, num_drawn=0)
     executor.set_lane(0, LaneSampling(), np.zeros(1, np.int32))
     executor.prefill(
         PrefillInputs(
@@ -476,5 +475,5 @@ def _warm_up(executor: ModelExecutor, capacity: CapacityVector) -> None:
         )
     )
     drawn = executor.draw_from_tail(rows.copy([row])).tokens()
-    rows.advance([row], drawn.tolist())
+    rows.feed_next(row, int(drawn[0]), step=1)
     executor.decode(rows.copy([row])).tokens()

@@ -22,9 +22,9 @@ from ninfer_jax.program.memory_table import SAMPLER, STATE_SLOTS, WEIGHTS, Memor
 from ninfer_jax.program.program import Program
 from ninfer_jax.program.row_layout import (
     LANE,
-    LENGTH,
-    POSITIONS,
+    PROMPT_TOKENS,
     READ_SLOT,
+    ROPE_DELTA,
     ROW_WIDTH,
     STEP,
     TOKEN,
@@ -177,9 +177,9 @@ class FakeExecutor:
         self._enter("decode")
         drawn = np.empty(len(rows), np.int32)
         for index, row in enumerate(rows.tolist()):
-            length, table = row[LENGTH], rows[index, ROW_WIDTH:]
+            length, table = row[PROMPT_TOKENS] + row[STEP], rows[index, ROW_WIDTH:]
             digest = self._read(row[READ_SLOT], length - 1)
-            digest = self._feed(digest, row[TOKEN], row[POSITIONS], table, length - 1)
+            digest = self._feed(digest, row[TOKEN], length - 1 + row[ROPE_DELTA], table, length - 1)
             self._write(row[WRITE_SLOT], digest, length, table)
             drawn[index] = pseudo_token(digest, self._lanes[row[LANE]], row[STEP], self.vocab_size)
         return FakeResult(drawn)

@@ -19,14 +19,14 @@ from ninfer_jax.program.row_layout import (
     FLOATS,
     FREQUENCY,
     LANE,
-    LENGTH,
     MIN_P,
     MIN_TOKENS,
     NUM_LOGPROBS,
-    POSITIONS,
     PRESENCE,
+    PROMPT_TOKENS,
     READ_SLOT,
     REPETITION,
+    ROPE_DELTA,
     SEED,
     STEP,
     TABLE,
@@ -50,12 +50,14 @@ RESULT_WIDTH = 2 + 2 * MAX_LOGPROBS
 
 def unpack_decode(rows: jax.Array) -> tuple[DecodeBatch, SamplingRows]:
     """Returns the model's and the sampler's inputs of int32[B, ROW_WIDTH + W] inside the compiled program."""
+    lengths = rows[:, PROMPT_TOKENS] + rows[:, STEP]
+    positions = lengths - 1 + rows[:, ROPE_DELTA]
     batch = DecodeBatch(
         tokens=rows[:, TOKEN],
-        positions=rows[:, POSITIONS:LENGTH].T,
+        positions=jnp.broadcast_to(positions, (3, len(rows))),  # generated text moves all axes alike
         # An entry that maps nothing is never read below `lengths`; 0 keeps every index in bounds.
         block_tables=jnp.maximum(rows[:, TABLE], 0),
-        lengths=rows[:, LENGTH],
+        lengths=lengths,
         read_slots=rows[:, READ_SLOT],
         write_slots=rows[:, WRITE_SLOT],
     )

@@ -22,7 +22,7 @@ from ninfer_jax.program.executor import ZERO_STATE, Executor, PrefillInputs, Ste
 from ninfer_jax.program.memory_table import MemoryTable
 from ninfer_jax.program.pages import PageStore
 from ninfer_jax.program.pending import PendingBatch
-from ninfer_jax.program.row_layout import LENGTH, STEP, TOKEN
+from ninfer_jax.program.row_layout import PROMPT_TOKENS, STEP, TOKEN
 from ninfer_jax.program.rows import ExecutionRows
 from ninfer_jax.program.sequence import Sequence, SequenceFacts, SequencePhase, StateBinding
 from ninfer_jax.program.slots import SlotPool
@@ -165,13 +165,20 @@ class Program:
         num_tokens = num_prompt_tokens + work.max_output_tokens
         lane = self._lanes.take()
         self._generations[lane] += 1
+        write_slot = self._state_slots.take()
         ledger_tokens = np.empty(num_tokens, np.int32)
         ledger_tokens[:num_prompt_tokens] = work.identity.tokens
         sequence = Sequence(
             handle=SequenceHandle(lane, self._generations[lane]),
             work=work,
-            row=self._rows.lease(lane, work.sampling),
-            state=StateBinding(read_slot=None, write_slot=self._state_slots.take()),
+            row=self._rows.lease(
+                lane=lane,
+                state_slot=write_slot,
+                prompt_tokens=num_prompt_tokens,
+                rope_delta=work.identity.rope_delta,
+                sampling=work.sampling,
+            ),
+            state=StateBinding(read_slot=None, write_slot=write_slot),
             spaces=tuple(store.open(pages_for(num_tokens)) for store in self._pools),
             ledger_tokens=ledger_tokens,
             num_ledger_tokens=num_prompt_tokens,
@@ -218,14 +225,6 @@ class Program:
         sequence.decomposition.append((start, end - start))
         if end < len(identity.tokens):
             return None
-        self._rows.stand_at(
-            sequence.row,
-            read_slot=sequence.state.write_slot,
-            write_slot=sequence.state.write_slot,
-            num_tokens=end,
-            position=end - 1 + identity.rope_delta,
-            num_drawn=sequence.num_output_tokens,
-        )
         # The first token is drawn from the stored tail hidden by a program of its own: the head is compiled
         # once instead of once per bucket, and a later request that starts at this very frontier repeats the
         # same draw.
@@ -306,7 +305,6 @@ class Program:
                 raise ContractError(f"lane {handle.lane} accepts {count} of {produced} produced tokens")
         tokens = pending.tokens().tolist()  # may raise a device fault: still before the first change
         del self._open_batches[pending.serial]
-        advanced: list[tuple[int, int]] = []  # (row, token)
         for handle, count, token in zip(pending.handles, accepted, tokens, strict=True):
             sequence = self._active[handle.lane]
             sequence.open_batch = None
@@ -318,9 +316,7 @@ class Program:
             sequence.num_output_tokens += 1
             sequence.frontier_tokens += pending.fed_tokens
             sequence.phase = SequencePhase.DECODE_READY
-            advanced.append((sequence.row, token))
-        if advanced:
-            self._rows.advance(*zip(*advanced, strict=True))
+            self._rows.feed_next(sequence.row, token, sequence.num_output_tokens)
 
     def abort(self, pending: PendingBatch) -> None:
         """Drops a batch whole; none of its rows can go on, since a step advances device state in place (Q-5).
@@ -455,8 +451,9 @@ class Program:
                 numbers = self._rows.numbers[sequence.row]
                 last = sequence.ledger_tokens[sequence.num_ledger_tokens - 1]
                 self._agree("the row's token", int(numbers[TOKEN]), int(last))
-                self._agree("the row's length", int(numbers[LENGTH]), sequence.frontier_tokens + 1)
                 self._agree("the row's step", int(numbers[STEP]), sequence.num_output_tokens)
+                length = int(numbers[PROMPT_TOKENS] + numbers[STEP])
+                self._agree("the row's next length", length, sequence.frontier_tokens + 1)
         open_rows = sorted(handle.lane for batch in self._open_batches.values() for handle in batch.handles)
         waiting = sorted(sequence.handle.lane for sequence in sequences if sequence.open_batch is not None)
         if open_rows != waiting:

@@ -6,19 +6,20 @@ step; floats travel as their bits. The block table, W entries, lies behind these
 
 from __future__ import annotations
 
-# Fixed while a sequence holds its row.
-LANE, READ_SLOT, WRITE_SLOT, MIN_TOKENS = 0, 1, 2, 3
+# Fixed from activation on. With the output index of the token being drawn they say where a step stands: the
+# KV length is PROMPT_TOKENS + STEP; the fed token lies at the last index plus ROPE_DELTA, on every axis.
+LANE, READ_SLOT, WRITE_SLOT, PROMPT_TOKENS, ROPE_DELTA = range(5)
 
-# What the next step feeds, and where it stands: three position axes, KV tokens including the fed one, and the
-# output index of the token being drawn.
-TOKEN, POSITIONS, LENGTH, STEP = 4, 5, 8, 9
-ADVANCING = slice(POSITIONS, STEP + 1)  # each grows by one with every committed output token
-
-# The lane's sampling numbers; the first six are floats.
-TEMPERATURE, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, TOP_K, SEED, NUM_LOGPROBS = range(10, 19)
+# Also fixed: the lane's sampling numbers, the first six floats.
+TEMPERATURE, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, TOP_K, SEED, NUM_LOGPROBS, MIN_TOKENS = range(
+    5, 15
+)
 FLOATS = slice(TEMPERATURE, TOP_K)
 
-ROW_WIDTH = 19
+# Written by every commit: the token that the next step feeds, and the output index that it draws.
+TOKEN, STEP = 15, 16
+
+ROW_WIDTH = 17
 TABLE = slice(ROW_WIDTH, None)
 
 # A block-table entry that maps nothing. It is never used as an index: see `packing.unpack_decode`.

@@ -1,8 +1,7 @@
 """Owns the execution rows: for each active sequence the numbers that a step sends to the device (K-8).
 
 It does not own pages or sequences: a row only repeats what their books say, in the very form a step takes
-it, so that packing a step is one copy and committing it one addition, however many rows run. An inactive
-sequence holds no row.
+it, so that packing a step is one copy, however many rows run. An inactive sequence holds no row.
 """
 
 from __future__ import annotations
@@ -12,15 +11,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from ninfer_jax.program.row_layout import (
-    ADVANCING,
     FLOATS,
     LANE,
-    LENGTH,
     MIN_TOKENS,
     NO_PAGE,
     NUM_LOGPROBS,
-    POSITIONS,
+    PROMPT_TOKENS,
     READ_SLOT,
+    ROPE_DELTA,
     ROW_WIDTH,
     SEED,
     STEP,
@@ -42,12 +40,23 @@ class ExecutionRows:
         self.tables = self.numbers[:, TABLE]  # int32[C, W], a view
         self.tables[:] = NO_PAGE
 
-    def lease(self, lane: int, sampling: LaneSampling) -> int:
-        """Returns a free row, now leased to a lane; it maps nothing yet."""
+    def lease(
+        self, *, lane: int, state_slot: int, prompt_tokens: int, rope_delta: int, sampling: LaneSampling
+    ) -> int:
+        """Returns a free row, now leased; it maps nothing yet and has drawn nothing.
+
+        Args:
+            lane: whose sampler arrays its draws read.
+            state_slot: read and written by every step after the prompt.
+            prompt_tokens: length of the prompt.
+            rope_delta: position of a generated token minus its index.
+            sampling: the lane's numbers.
+        """
         row = self.pool.take()
         numbers = self.numbers[row]
         numbers[LANE] = lane
-        numbers[MIN_TOKENS] = sampling.min_tokens
+        numbers[READ_SLOT] = numbers[WRITE_SLOT] = state_slot
+        numbers[PROMPT_TOKENS], numbers[ROPE_DELTA] = prompt_tokens, rope_delta
         numbers.view(np.float32)[FLOATS] = (
             sampling.temperature,
             sampling.top_p,
@@ -59,6 +68,8 @@ class ExecutionRows:
         numbers[TOP_K] = sampling.top_k
         numbers.view(np.uint32)[SEED] = sampling.seed & 0xFFFFFFFF
         numbers[NUM_LOGPROBS] = sampling.num_logprobs
+        numbers[MIN_TOKENS] = sampling.min_tokens
+        numbers[TOKEN] = numbers[STEP] = 0
         return row
 
     def give_back(self, row: int) -> None:
@@ -71,35 +82,18 @@ class ExecutionRows:
         if page_ids:
             self.tables[row, start_page : start_page + len(page_ids)] = page_ids
 
-    def stand_at(
-        self, row: int, *, read_slot: int, write_slot: int, num_tokens: int, position: int, num_drawn: int
-    ) -> None:
-        """Puts a row behind its last fed token: the state it draws its next token from.
+    def feed_next(self, row: int, token: int, step: int) -> None:
+        """Says what the row's next step feeds and draws.
 
         Args:
             row: leased.
-            read_slot: state slot that the next step reads.
-            write_slot: state slot that the next step writes.
-            num_tokens: KV tokens so far.
-            position: of the last fed token, on every axis: generated text moves all axes alike.
-            num_drawn: output tokens so far.
+            token: the newest committed output token.
+            step: output tokens committed so far, the index of the one to draw.
         """
-        numbers = self.numbers[row]
-        numbers[READ_SLOT], numbers[WRITE_SLOT] = read_slot, write_slot
-        numbers[POSITIONS:LENGTH] = position
-        numbers[LENGTH], numbers[STEP] = num_tokens, num_drawn
+        numbers = self.numbers
+        numbers[row, TOKEN] = token  # two plain stores: for a few rows they beat any indexing by array
+        numbers[row, STEP] = step
 
     def copy(self, rows: Sequence[int]) -> np.ndarray:
         """Returns int32[B, ROW_WIDTH + W] of these rows; new memory, which the device may read later."""
         return self.numbers.take(rows, axis=0)
-
-    def advance(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
-        """Takes one committed output token into each of these rows: the next step feeds it.
-
-        Args:
-            rows: int[B], distinct.
-            tokens: int[B].
-        """
-        index = np.array(rows)
-        self.numbers[index, TOKEN] = tokens
-        self.numbers[index, ADVANCING] += 1

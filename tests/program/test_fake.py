@@ -7,7 +7,7 @@ import pytest
 from ninfer_jax.errors import InvariantError
 from ninfer_jax.program.fake import expected_tokens, mix
 from ninfer_jax.program.lane_sampling import LaneSampling
-from ninfer_jax.program.row_layout import LENGTH
+from ninfer_jax.program.row_layout import PROMPT_TOKENS
 
 
 def started(build, **settings):
@@ -53,7 +53,7 @@ def test_it_notices_an_unmapped_page(build):
 
 def test_it_notices_a_wrong_state_slot_and_a_wrong_frontier(build):
     program, handle, sequence = started(build)
-    program._rows.numbers[sequence.row, LENGTH] -= 1
+    program._rows.numbers[sequence.row, PROMPT_TOKENS] -= 1
     with pytest.raises(InvariantError, match="covers 100 tokens, the step starts at 99"):
         program.decode([handle])
 

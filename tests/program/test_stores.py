@@ -11,13 +11,19 @@ from ninfer_jax.errors import InvariantError
 from ninfer_jax.program.capacity import PoolCapacity, PoolKind, pages_for
 from ninfer_jax.program.pages import PageStore
 from ninfer_jax.program.row_layout import (
+    FLOATS,
     LANE,
-    LENGTH,
+    MIN_TOKENS,
     NO_PAGE,
-    POSITIONS,
+    NUM_LOGPROBS,
+    PROMPT_TOKENS,
     READ_SLOT,
+    ROPE_DELTA,
+    SEED,
     STEP,
+    TABLE,
     TOKEN,
+    TOP_K,
     WRITE_SLOT,
 )
 from ninfer_jax.program.rows import ExecutionRows
@@ -97,9 +103,15 @@ def test_slots_are_lowest_first_and_checked():
     pool.check()
 
 
+def lease(rows: ExecutionRows, lane: int, **sampling) -> int:
+    return rows.lease(
+        lane=lane, state_slot=8, prompt_tokens=10 * lane, rope_delta=-2, sampling=LaneSampling(**sampling)
+    )
+
+
 def test_rows_forget_what_they_mapped():
     rows = ExecutionRows(2, 4)
-    row = rows.lease(1, LaneSampling())
+    row = lease(rows, 1)
     rows.append(row, 0, [5, 6])
     rows.append(row, 2, [1])
     assert rows.tables[row].tolist() == [5, 6, 1, NO_PAGE]
@@ -107,31 +119,38 @@ def test_rows_forget_what_they_mapped():
     assert np.all(rows.tables == NO_PAGE)
 
 
-def test_a_committed_token_moves_its_rows_and_no_other():
-    rows = ExecutionRows(3, 1)
+def test_a_row_carries_its_lanes_numbers_bit_for_bit():
+    rows = ExecutionRows(1, 3)
+    row = lease(rows, 5, temperature=0.7, min_p=0.1, top_k=40, seed=2**32 - 3, min_tokens=6, num_logprobs=2)
+    rows.append(row, 0, [9])
+    numbers = rows.copy([row])[0]
+    assert numbers[[LANE, READ_SLOT, WRITE_SLOT, PROMPT_TOKENS, ROPE_DELTA]].tolist() == [5, 8, 8, 50, -2]
+    assert numbers.view(np.float32)[FLOATS].tolist() == np.float32([0.7, 1, 0.1, 0, 0, 1]).tolist()
+    assert numbers[[TOP_K, NUM_LOGPROBS, MIN_TOKENS]].tolist() == [40, 2, 6]
+    assert numbers.view(np.uint32)[SEED] == 2**32 - 3
+    assert numbers[TABLE].tolist() == [9, NO_PAGE, NO_PAGE]
+
+
+def test_a_leased_row_has_drawn_nothing_whoever_had_it_before():
+    rows = ExecutionRows(1, 1)
+    row = lease(rows, 4)
+    rows.feed_next(row, 70, 3)
+    assert rows.numbers[row, [TOKEN, STEP]].tolist() == [70, 3]
+    rows.give_back(row)
+    assert lease(rows, 4) == row
+    assert rows.numbers[row, [TOKEN, STEP]].tolist() == [0, 0]
+
+
+def test_a_step_runs_on_a_copy_in_its_own_order_that_later_commits_leave_alone():
+    rows = ExecutionRows(3, 3)
     for lane in (4, 5, 6):
-        row = rows.lease(lane, LaneSampling())
-        rows.stand_at(row, read_slot=7, write_slot=8, num_tokens=10 * lane, position=lane, num_drawn=0)
-    rows.advance([2, 0], [70, 71])
-    lane, state, drawn = (
-        rows.numbers[:, LANE],
-        rows.numbers[:, [READ_SLOT, WRITE_SLOT]],
-        rows.numbers[:, STEP],
-    )
-    assert (lane.tolist(), state.tolist(), drawn.tolist()) == ([4, 5, 6], [[7, 8]] * 3, [1, 0, 1])
-    assert rows.numbers[:, TOKEN].tolist() == [71, 0, 70]
-    assert rows.numbers[:, POSITIONS:LENGTH].tolist() == [[5] * 3, [5] * 3, [7] * 3]
-    assert rows.numbers[:, LENGTH].tolist() == [41, 50, 61]
-
-
-def test_a_step_runs_on_a_copy_that_later_commits_leave_alone():
-    rows = ExecutionRows(2, 3)
-    row = rows.lease(1, LaneSampling())
-    copied = rows.copy([row])
+        lease(rows, lane)
+    copied = rows.copy([2, 0])
+    assert copied[:, LANE].tolist() == [6, 4]
     before = copied.copy()
-    rows.append(row, 0, [5])
-    rows.advance([row], [9])
-    assert np.array_equal(copied, before) and not np.array_equal(rows.copy([row]), before)
+    rows.append(2, 0, [5])
+    rows.feed_next(2, 9, 1)
+    assert np.array_equal(copied, before) and not np.array_equal(rows.copy([2, 0]), before)
 
 
 @pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (64, 1), (65, 2), (150, 3), (700, 11)])
