@@ -1,7 +1,7 @@
 """The chat template of a checkpoint: finds it, and renders it in a sandbox.
 
-Owns the jinja environment and nothing about messages: what it is given is already validated, and what comes
-out is text.
+Owns neither the sandbox (`template_sandbox.py`) nor anything about messages: what it is given is already
+validated, and what comes out is text.
 """
 
 from __future__ import annotations
@@ -14,59 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 
 from ninfer_jax.errors import OptionError, PromptError
+from ninfer_jax.frontend.template_sandbox import BUDGET, Budget, make_environment
 
 JsonObject = Mapping[str, Any]
 DEFAULT_TEMPLATE = "default"
 TOOL_TEMPLATE = "tool_use"
-
-MAX_RENDER_STEPS = 1_000_000  # about a second; a conversation of 1,000 messages uses some 20,000
-_BUDGET = " budget"  # no template can name it
-
-
-class _GenerationBlock(Extension):
-    """Accepts ``{% generation %}``, which marks answers for training and changes nothing in the text."""
-
-    tags = {"generation"}  # noqa: RUF012 - the name and the type are jinja's
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
-
-
-class _Budget:
-    """Calls and range items that one rendering may still use, so that no template runs for ever."""
-
-    def __init__(self) -> None:
-        self._left = MAX_RENDER_STEPS
-
-    def take(self, count: int) -> None:
-        self._left -= count
-        if self._left < 0:
-            raise jinja2.TemplateError(
-                f"the chat template uses more than {MAX_RENDER_STEPS} calls and range items; it may never end"
-            )
-
-    def range(self, *bounds: int) -> range:
-        numbers = safe_range(*bounds)
-        self.take(1 + len(numbers))
-        return numbers
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, which also counts every call against the rendering's budget."""
-
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # jinja's signature
-        budget = __context.get(_BUDGET)
-        if isinstance(budget, _Budget):
-            budget.take(1)
-        return super().call(__context, __obj, *args, **kwargs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,19 +52,20 @@ class ChatTemplate:
             PromptError: with the template's own message when it refuses the conversation.
         """
         name = TOOL_TEMPLATE if tools and TOOL_TEMPLATE in self.templates else DEFAULT_TEMPLATE
-        budget = _Budget()
-        variables: dict[str, Any] = {
-            "range": budget.range,
-            **self.special_tokens,
-            "documents": None,
-            "strftime_now": now.strftime,
-            **(options or {}),
-            "messages": messages,
-            "tools": tools,
-            "add_generation_prompt": add_generation_prompt,
-            _BUDGET: budget,
-        }
+        given = (messages, tools, dict(options or {}))
         try:
+            budget = Budget(given)
+            variables: dict[str, Any] = {
+                "range": budget.range,
+                **self.special_tokens,
+                "documents": None,
+                "strftime_now": now.strftime,
+                **(options or {}),
+                "messages": messages,
+                "tools": tools,
+                "add_generation_prompt": add_generation_prompt,
+                BUDGET: budget,
+            }
             return self.templates[name].render(variables)
         except jinja2.TemplateError as error:
             raise PromptError(error.message or f"the chat template failed: {type(error).__name__}") from error
@@ -134,7 +89,7 @@ def make_template(
     by_name = {DEFAULT_TEMPLATE: sources} if isinstance(sources, str) else dict(sources)
     if DEFAULT_TEMPLATE not in by_name:
         raise OptionError(f"chat templates are named {sorted(by_name)}, but one must be named 'default'")
-    environment = _make_environment()
+    environment = make_environment()
     compiled = {}
     for name, source in by_name.items():
         if not isinstance(source, str):
@@ -145,11 +100,8 @@ def make_template(
             raise OptionError(
                 f"chat template {name!r} is not valid jinja, line {error.lineno}: {error}"
             ) from error
-        except (
-            ValueError,
-            ArithmeticError,
-            RecursionError,
-        ) as error:  # from constants folded while compiling
+        except (ValueError, RecursionError, MemoryError, SyntaxError) as error:
+            # Python refuses what jinja made of it: too deeply nested, or a number of too many digits.
             raise OptionError(f"chat template {name!r} cannot be compiled: {error}") from error
     return ChatTemplate(
         templates=compiled,
@@ -211,29 +163,3 @@ def _read_source(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except ValueError as error:
         raise OptionError(f"{path} is not valid UTF-8: {error}") from error
-
-
-def _make_environment() -> ImmutableSandboxedEnvironment:
-    environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, "jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = _raise_exception
-    environment.filters["tojson"] = _tojson
-    return environment
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Plain JSON: jinja's own filter sorts keys and escapes for HTML, and models were not trained on that."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )

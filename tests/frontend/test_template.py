@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import time
 from datetime import datetime
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from ninfer_jax.errors import OptionError, PromptError
 from ninfer_jax.frontend.messages import normalise_messages
 from ninfer_jax.frontend.template import load_template, make_template
+from ninfer_jax.frontend.template_sandbox import MAX_RENDER_STEPS
 
 NOON = datetime(2026, 3, 4, 12, 30)
 WEATHER = {
@@ -224,11 +227,104 @@ def test_a_template_that_never_ends_is_stopped(source):
         make_template(source).render([{"role": "user", "content": "a"}], now=datetime(2030, 1, 1))
 
 
+TEXT = "{% set s = 'x' * 60000000 %}"
+
+
+def grown(step: str, first: str = "'x'", times: int = 60) -> str:
+    """A template that makes its value anew from itself, time after time."""
+    loop = f"{{% for i in range({times}) %}}{{% set n.x = {step} %}}{{% endfor %}}"
+    return f"{{% set n = namespace(x={first}) %}}{loop}"
+
+
+BOMBS = {
+    "power": "{{ 10 ** (10 ** 7) }}",
+    "squares": grown("n.x * n.x", "3"),
+    "center": "{{ 'x'.center(10 ** 9) }}",
+    "center-filter": "{{ 'x' | center(10 ** 9) }}",
+    "ljust": "{{ 'x'.ljust(10 ** 9) }}",
+    "zfill": "{{ 'x'.encode().zfill(10 ** 9) }}",
+    "tabs": "{{ '\t'.expandtabs(10 ** 9) }}",
+    "bytes": "{{ (5).to_bytes(10 ** 9, 'big') }}",
+    "times": "{{ 'x' * 10 ** 9 }}",
+    "times-list": "{{ [1] * 10 ** 9 }}",
+    "lipsum": "{{ lipsum(n=10 ** 6) }}",
+    "range": "{{ range(10 ** 12) | list }}",
+    "percent": "{{ '%0999999999d' % 1 }}",
+    "percent-star": "{{ '%*d' % (10 ** 9, 1) }}",
+    "percent-filter": "{{ '%999999999s' | format('x') }}",
+    "format": "{{ '{:>999999999}'.format('x') }}",
+    "format-star": "{{ '{:>{}}'.format('x', 10 ** 9) }}",
+    "indent": "{{ ('\n' * 100000) | indent(100000) }}",
+    "indent-json": "{{ {'a': [1]} | tojson(indent=10 ** 9) }}",
+    "batch": "{{ [1] | batch(10 ** 9, 'x') | list }}",
+    "slice": "{{ [1] | slice(10 ** 9) | list }}",
+    "round": "{{ 2.5 | round(10 ** 8) }}",
+    "replace": "{{ ('x' * 100000).replace('x', 'y' * 100000) }}",
+    "replace-filter": "{{ ('x' * 100000) | replace('', 'y' * 100000) }}",
+    "replace-bytes": "{{ ('x' * 100000).encode().replace('x'.encode(), ('y' * 100000).encode()) }}",
+    "translate": "{{ ('x' * 100000).translate({120: 'y' * 100000}) }}",
+    "join": "{{ ('y' * 100000).join(range(9999) | map('string')) }}",
+    "join-filter": "{{ range(9999) | join('y' * 100000) }}",
+    "split": "{{ ('x ' * 30000000).split() | length }}",
+    "listed": TEXT + "{{ s | list | length }}",
+    "sums": "{{ range(9999) | map('string') | batch(2) | sum(start=[]) }}",
+    "concatenation": grown("n.x ~ n.x"),
+    "doubling": grown("n.x + n.x"),
+    "laughs": grown("[n.x, n.x]") + "{{ n.x }}",
+    "laughs-tuple": grown("(n.x, n.x)"),
+    "laughs-dict": grown("{1: n.x, 2: n.x}"),
+    "laughs-namespace": grown("namespace(a=n.x, b=n.x)") + "{{ n }}",
+    "itself": "{% set n = namespace() %}{% set n.x = [n] %}{{ n }}",
+    "deep": grown("(n.x,)", times=99999) + "{{ {n.x: 1} }}",
+    "kept": TEXT + grown("n.x + [s ~ i]", "[]", times=999),
+    "loops": TEXT + "{% for a in s %}{% for b in s %}{% endfor %}{% endfor %}",
+    "filtered-loops": TEXT + "{% for a in s %}{% for b in s if b == 'y' %}{% endfor %}{% endfor %}",
+    "slices": TEXT + "{% for a in range(99999) %}{% set t = s[1:] %}{% endfor %}",
+    "comparisons": TEXT
+    + "{% set t = s ~ '' %}{% for a in range(99999) %}{% if s == t %}{% endif %}{% endfor %}",
+    "written": "{% for a in range(999) %}{% for b in range(99) %}"
+    + "x" * 10_000
+    + "{% endfor %}{% endfor %}",
+    "macro": "{% macro m() %}" + "x" * 100_000 + "{% endmacro %}" + grown("n.x ~ m()", "''", times=99999),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_no_template_takes_long_or_much_memory(name):
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started_s = time.process_time()
+    with pytest.raises(PromptError, match=r"chat template|undefined"):
+        render(make_template(BOMBS[name]), [user("a")])
+    # About what the test takes at worst, times five: each of these would take minutes, or tens of gigabytes.
+    assert time.process_time() - started_s < 15
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 1 << 20
+
+
+def test_the_limits_leave_room_for_what_templates_do():
+    source = (
+        "{%- for m in messages if m.content is string and m.content != '' -%}"
+        "{{ m.role.upper() ~ ': ' + m.content.split('</think>')[-1].lstrip('\n') | trim }};"
+        "{%- endfor -%}{{ messages | map(attribute='role') | unique | join(',') }} {{ [1, 2][::-1] }} "
+        "{{ '%5.1f|%s' % (2.25, 'x') }} {{ '{:>3}'.format(7) }} {{ {'a': (1,)} | tojson(indent=1) | length }}"
+        " {{ 2 ** 10 }} {{ 'ab' * 2 }} {{ messages | selectattr('role', 'equalto', 'user') | list | length }}"
+    )
+    expected = "USER: b;user [2, 1]   2.2|x   7 18 1024 abab 1"
+    assert render(make_template(source), [user("a</think>\n\nb ")]) == expected
+
+
+def test_the_limits_grow_with_the_conversation():
+    template = make_template("{% for m in messages %}{% for c in m.content %}{{ c }}{% endfor %}{% endfor %}")
+    text = "x" * 300_000
+    assert MAX_RENDER_STEPS <= len(text)  # a character takes two steps here, more than a template has
+    assert render(template, [user(text)]) == text
+
+
 def test_unusable_template_files_are_named(tmp_path):
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(OptionError, match="UTF-8"):
         load_template(tmp_path, {})
     with pytest.raises(OptionError, match="must be text"):
         make_template({"default": 6})  # type: ignore[dict-item]
-    with pytest.raises(OptionError, match="cannot be compiled"):
-        make_template("{{ 10 ** 5000 }}")
+    for deep in (150, 100_000):
+        with pytest.raises(OptionError, match="cannot be compiled"):
+            make_template("{{ " + "not (" * deep + "a" + ")" * deep + " }}")
