@@ -35,8 +35,10 @@ MAY_IMPORT = {
     "request": EDGE_VALUES,
     "frontend": EDGE_VALUES,
     "scheduler": EDGE_VALUES,
-    "program": EDGE_VALUES | {"model", "planner"},
-    "context_cache": EDGE_VALUES | {"planner"},
+    "digests": {"identity", "reuse"},
+    "reuse": {"request", "planner"},
+    "program": EDGE_VALUES | {"model", "planner", "reuse", "digests"},
+    "context_cache": EDGE_VALUES | {"planner", "reuse", "digests"},
 }
 PLANNER_PARTS_OF = {
     "program": {"cost", "portfolio", "search", "shared_capture"},  # the parts it must not see
