@@ -24,6 +24,7 @@ from ninfer_jax.scheduler import AdmissionVerdict, Admit, Decode, Prefill, Sched
 if TYPE_CHECKING:
     from ninfer_jax.frontend.output import Preview
     from ninfer_jax.program.admission import RequestWork
+    from ninfer_jax.program.executor import Logprobs
     from ninfer_jax.program.pending import PendingBatch
 
 logger = logging.getLogger("ninfer_jax")
@@ -319,17 +320,22 @@ class Worker:
         """
         tokens = pending.tokens().tolist()
         now_ns = self._clock()
-        logprobs = pending.logprobs() if any(job.wants_logprobs for job in jobs) else None
-        previews: list[Preview | None] = [
-            None if job.response.cancel_requested else job.output.preview((token,))
-            for job, token in zip(jobs, tokens, strict=True)
-        ]
-        accepted = [0 if preview is None else preview.accepted for preview in previews]
+        logprobs: Logprobs | None = None
+        previews: list[Preview | None] = []
+        accepted: list[int] = []
+        ended: list[Job] = []
+        for job, token in zip(jobs, tokens, strict=True):
+            if job.wants_logprobs and logprobs is None:
+                logprobs = pending.logprobs()
+            preview = None if job.response.cancel_requested else job.output.preview((token,))
+            previews.append(preview)
+            accepted.append(0 if preview is None else preview.accepted)
+            if preview is None or preview.finish_reason is not None:
+                ended.append(job)
         self._program.commit(pending, accepted)
         self._counters.completion_tokens += sum(accepted)
-        for job, preview in zip(jobs, previews, strict=True):
-            if preview is None or preview.finish_reason is not None:
-                self._release_lane(job)
+        for job in ended:
+            self._release_lane(job)
         for row, (job, preview, token) in enumerate(zip(jobs, previews, tokens, strict=True)):
             if preview is None:
                 self._close_answer(job, "cancelled", None, now_ns)
@@ -468,7 +474,7 @@ def _active(job: Job) -> SequenceHandle:
     return job.sequence
 
 
-def logprobs_of(logprobs: Any, row: int, token: int, num_top: int) -> TokenLogprobs:
+def logprobs_of(logprobs: Logprobs, row: int, token: int, num_top: int) -> TokenLogprobs:
     """Returns one row of a step's log-probabilities with its ``num_top`` best alternatives."""
     top = zip(logprobs.top_ids[row, :num_top].tolist(), logprobs.top[row, :num_top].tolist(), strict=True)
     return TokenLogprobs(token_id=token, logprob=float(logprobs.drawn[row]), top=tuple(top))

@@ -61,8 +61,11 @@ def split_channels(state: ChannelState, text: str, *, final: bool) -> tuple[tupl
         text: the next characters of the answer, marker tokens as their surrogates.
         final: nothing more will come, so nothing is held.
     """
-    if state.mode is Mode.CONTENT and THINK_OPEN not in text and THINK_CLOSE not in text:
-        return ((Delta("content", text),) if text else ()), state  # nearly every token of every answer
+    if THINK_OPEN not in text and THINK_CLOSE not in text:  # nearly every token of every answer
+        if state.mode is Mode.CONTENT:
+            return ((Delta("content", text),) if text else ()), state
+        if state.mode is Mode.REASONING and not state.held and "<" not in text and text[-1:] != "\n":
+            return ((Delta("reasoning", text),) if text else ()), state
     mode, rest = state.mode, state.held + text
     out: list[Delta] = []
     while True:

@@ -40,6 +40,7 @@ class OutputRules:
     max_tokens: int
     include_stop: bool  # whether the stop itself is part of the text
     wordless_ids: frozenset[int]  # markers, and special tokens that leave no text
+    eventful_ids: frozenset[int]  # both of the above: no other id is more than its text
     markers: Mapping[int, str]  # thinking markers by id -> the character that stands for them
     splits_channels: bool
 
@@ -54,9 +55,11 @@ class Preview(NamedTuple):
     deltas: tuple[Delta, ...]  # text that is now certain; everything, once the answer has ended
 
 
-@dataclass(frozen=True, slots=True)
-class OutputSession:
-    """One answer so far. Build with `open_output_session`."""
+class OutputSession(NamedTuple):
+    """One answer so far. Build with `open_output_session`.
+
+    A tuple for the reason that `Delta` is one.
+    """
 
     rules: OutputRules
     channel: ChannelState
@@ -86,6 +89,42 @@ class OutputSession:
                 f"preview of {len(tokens)} tokens on an answer that ended with {self.finish_reason!r}; "
                 "expected at least one token on an open answer"
             )
+        if len(tokens) == 1:
+            plain = self._preview_plain(tokens[0])
+            if plain is not None:
+                return plain
+        return self._preview_any(tokens)
+
+    def _preview_plain(self, token: int) -> Preview | None:
+        """Returns what `_preview_any` returns, for a token that only adds whole characters; None for others.
+
+        Nearly every token of every answer, in a fifth of the time.
+        """
+        rules, channel, num_tokens, pending, held, canonical, _, broken = self
+        count = num_tokens + 1
+        if (
+            token in rules.eventful_ids
+            or count >= rules.max_tokens
+            or rules.stops is not None
+            or pending
+            or held
+        ):
+            return None
+        if rules.tokenizer is None:
+            following = OutputSession(rules, channel, count, pending, held, canonical, None, broken)
+            return Preview(1, None, None, following, ())
+        word = rules.tokenizer.word(token)
+        if word is None:
+            return None
+        if broken or (word.ends_blank and not word.is_blank):
+            canonical = None
+        elif not word.is_blank:
+            canonical = count
+        deltas, channel = _channels(rules, channel, word.text, final=False)
+        following = OutputSession(rules, channel, count, pending, held, canonical, None, broken)
+        return Preview(1, None, None, following, deltas)
+
+    def _preview_any(self, tokens: Sequence[int]) -> Preview:
         rules = self.rules
         tokenizer, stops = rules.tokenizer, rules.stops
         count, pending, held = self.num_tokens, self.pending, self.held
@@ -192,19 +231,22 @@ def make_output_rules(
             token = tokenizer.token_id(text)
             if token is not None:
                 markers[token] = character
+    ending_ids = frozenset(map(int, stop_token_ids)) | (frozenset() if ignore_eos else eos_token_ids)
     silent_ids = tokenizer.special_ids if tokenizer is not None and skip_special_tokens else frozenset()
     aliases = {THINK_OPEN_TEXT: THINK_OPEN, THINK_CLOSE_TEXT: THINK_CLOSE} if markers else {}
     stops = make_stop_strings(stop, aliases)
     if stops is not None and tokenizer is None:
         raise OptionError("stop strings need a tokenizer, and this checkpoint has none; use stop_token_ids")
+    wordless_ids = silent_ids | markers.keys()
     return OutputRules(
         tokenizer=tokenizer,
-        ending_ids=frozenset(map(int, stop_token_ids)) | (frozenset() if ignore_eos else eos_token_ids),
+        ending_ids=ending_ids,
         stops=stops,
         min_tokens=min_tokens,
         max_tokens=max_tokens,
         include_stop=include_stop,
-        wordless_ids=silent_ids | markers.keys(),
+        wordless_ids=wordless_ids,
+        eventful_ids=ending_ids | wordless_ids,
         markers=markers,
         splits_channels=splits_channels,
     )

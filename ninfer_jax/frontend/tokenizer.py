@@ -10,6 +10,7 @@ import codecs
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from tokenizers import Encoding, Tokenizer, models
 
@@ -18,10 +19,18 @@ from ninfer_jax.errors import OptionError, PromptError
 REPLACEMENT = "\ufffd"
 
 
+class Word(NamedTuple):
+    """A token that is whole characters by itself."""
+
+    text: str  # not empty
+    is_blank: bool
+    ends_blank: bool
+
+
 class TextTokenizer:
     """Encodes whole texts and decodes tokens one at a time.
 
-    The only mutable part is a cache of token bytes, filled on first use: building all 248,077 of them at
+    The only mutable parts are caches of single tokens, filled on first use: building all 248,077 of them at
     start would cost more than most runs ever need.
     """
 
@@ -38,6 +47,7 @@ class TextTokenizer:
         self.vocab_size: int = largest + 1
         self._bytes_of_character = _byte_alphabet()
         self._pieces: dict[int, bytes] = {}
+        self._words: dict[int, Word | None] = {}
 
     @classmethod
     def from_file(cls, path: Path) -> TextTokenizer:
@@ -90,6 +100,16 @@ class TextTokenizer:
         if found is None:
             found = self._pieces[token] = self._make_piece(int(token))
         return found
+
+    def word(self, token: int) -> Word | None:
+        """Returns what one token says where no character is pending; None if it ends inside a character."""
+        try:
+            return self._words[token]
+        except KeyError:
+            text, rest = decode_bytes(b"", self.piece(token))
+            word = None if rest or not text else Word(text, text.isspace(), text[-1].isspace())
+            self._words[token] = word
+            return word
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of whole tokens; bytes that form no character become U+FFFD."""

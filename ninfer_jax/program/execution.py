@@ -231,19 +231,28 @@ def _compile_all(
     return compiled
 
 
-@dataclass(frozen=True, eq=False)
 class DeviceResult:
-    """Drawn tokens that may still be computed."""
+    """Drawn tokens that may still be computed; read from the device once, by whoever asks first.
 
-    packed: jax.Array  # int32[B, RESULT_WIDTH]
+    Args:
+        packed: int32[B, RESULT_WIDTH].
+    """
+
+    def __init__(self, packed: jax.Array) -> None:
+        self._packed: jax.Array | np.ndarray = packed
 
     def tokens(self) -> np.ndarray:
         """Returns int32[B]; blocks until the step is done."""
-        return unpack_tokens(np.asarray(self.packed))
+        return unpack_tokens(self._read())
 
     def logprobs(self) -> Logprobs:
         """Returns the step's log-probabilities; blocks until the step is done."""
-        return unpack_logprobs(np.asarray(self.packed))
+        return unpack_logprobs(self._read())
+
+    def _read(self) -> np.ndarray:
+        if not isinstance(self._packed, np.ndarray):
+            self._packed = np.asarray(self._packed)
+        return self._packed
 
 
 class ModelExecutor:

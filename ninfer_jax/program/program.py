@@ -244,18 +244,15 @@ class Program:
         """
         if not handles:
             raise ContractError("decode needs at least one sequence")
-        sequences = [self._get(handle) for handle in handles]
-        if len({sequence.row for sequence in sequences}) != len(sequences):
+        sequences = [self._get_decodable(handle) for handle in handles]
+        rows = [sequence.row for sequence in sequences]
+        if len(set(rows)) != len(rows):
             raise ContractError(f"decode got a sequence twice: {list(handles)}")
-        for sequence in sequences:
-            self._require(sequence, SequencePhase.DECODE_READY)
-            if sequence.num_output_tokens >= sequence.work.max_output_tokens:
-                raise ContractError(f"lane {sequence.handle.lane} has drawn its whole output; terminate it")
         for sequence in sequences:
             if sequence.frontier_tokens >= sequence.mapped_tokens:
                 self._map_up_to(sequence, sequence.frontier_tokens + 1)
         # The rows stand ready: activation, prefill, page mapping and commits keep them.
-        result = self._executor.decode(self._rows.copy([sequence.row for sequence in sequences]))
+        result = self._executor.decode(self._rows.copy(rows))
         return self._open_batch(sequences, fed_tokens=1, result=result)
 
     def _map_up_to(self, sequence: Sequence, num_tokens: int) -> None:
@@ -387,13 +384,21 @@ class Program:
             raise ContractError("this program is closed")
 
     def _get(self, handle: SequenceHandle) -> Sequence:
-        self._require_open()
         sequence = self._active.get(handle.lane)
-        if sequence is None or (sequence.handle is not handle and sequence.handle != handle):
-            raise StaleHandleError(
-                f"lane {handle.lane} generation {handle.generation} is not active; "
-                f"the lane is {'free' if sequence is None else f'at generation {sequence.handle.generation}'}"
-            )
+        if sequence is not None and (sequence.handle is handle or sequence.handle == handle):
+            return sequence
+        self._require_open()  # a closed program holds no sequence
+        raise StaleHandleError(
+            f"lane {handle.lane} generation {handle.generation} is not active; "
+            f"the lane is {'free' if sequence is None else f'at generation {sequence.handle.generation}'}"
+        )
+
+    def _get_decodable(self, handle: SequenceHandle) -> Sequence:
+        sequence = self._get(handle)
+        if sequence.open_batch is not None or sequence.phase is not SequencePhase.DECODE_READY:
+            self._require(sequence, SequencePhase.DECODE_READY)  # raises, and says which of the two
+        if sequence.num_output_tokens >= sequence.work.max_output_tokens:
+            raise ContractError(f"lane {handle.lane} has drawn its whole output; terminate it")
         return sequence
 
     def _require(self, sequence: Sequence, phase: SequencePhase) -> None:

@@ -350,6 +350,42 @@ def test_stops_work_inside_thinking(tiny):
     assert text == {"reasoning": "why ", "content": ""}
 
 
+# --- the short way
+
+
+@given(data=st.data())
+def test_a_plain_tokens_preview_is_the_general_one(tiny, data):
+    """Whole answers, so that every token meets half characters, markers, thinking, blanks and the limit."""
+    words = [*map(ord, "ab<> \n/"), *range(256, 274), 0xC3, 0xA9]
+    words += [token(tiny, "a "), *(tiny.token_id(text) for text in ("<think>", "</think>", "<|im_end|>"))]
+    session = open_session(
+        data.draw(st.sampled_from([tiny, None])),
+        thinking=data.draw(st.booleans()),
+        splits_channels=data.draw(st.booleans()),
+        skip_special_tokens=data.draw(st.booleans()),
+        stop_token_ids=data.draw(st.sampled_from([[], [ord("b")]])),
+        min_tokens=data.draw(st.integers(0, 3)),
+        max_tokens=data.draw(st.integers(4, 20)),
+    )
+    while session.finish_reason is None:
+        drawn = data.draw(st.sampled_from(words))
+        plain, general = session._preview_plain(drawn), session._preview_any([drawn])
+        assert plain in (None, general)
+        assert session.preview([drawn]) == general
+        session = general.next
+
+
+def test_the_short_way_is_the_usual_one(tiny):
+    session = open_session(tiny, splits_channels=True)
+    for drawn in b"plain words, and blanks\n":
+        preview = session._preview_plain(drawn)
+        assert preview is not None
+        session = preview.next
+    eventful = [0xC3, tiny.token_id("<|im_end|>"), tiny.token_id("</think>")]
+    assert [session._preview_plain(drawn) for drawn in eventful] == [None] * 3
+    assert open_session(tiny, stop="x")._preview_plain(ord("a")) is None
+
+
 # --- where the answer can be rebuilt (C-8)
 
 
