@@ -351,15 +351,14 @@ def adopted_finish(state: CacheState, request_id: RequestId, result: TransitionR
         raise InvariantError(f"result: request {request_id} did not publish its own continuation")
     epoch = state.epoch + 1
     catalog, sessions = state.catalog, state.sessions
-    entry = summarised(Entry(row, record.retention, None, record.order, epoch, record.hits), row)
+    session, displaced = None, None
     if record.session is not None:
         bound = bind(sessions, record.session, record.order, row.owner_key)
-        sessions = bound.sessions
-        if bound.is_bound:
-            entry = replace(entry, session=record.session)
-            catalog = _anonymous(catalog, bound.displaced)
-        else:
-            entry = replace(entry, retention=_demoted(entry.retention))
+        sessions, displaced = bound.sessions, bound.displaced
+        session = record.session if bound.is_bound else None
+    retention = record.retention if session is not None else _demoted(record.retention)
+    catalog = _anonymous(catalog, displaced)
+    entry = summarised(Entry(row, retention, session, record.order, epoch, record.hits), row)
     catalog = publish(catalog, record.cell, entry)
     gone = [c for c in record.summary.checkpoints if c.ref not in row.refs]
     counters = replace(state.counters, published_private=state.counters.published_private + 1)
