@@ -1,7 +1,7 @@
 """Turns what a caller passed into a job: prompt identity, effective limits, sampling numbers, an open answer.
 
-Owns the limits that need both sides at once (prompt length against context, max_tokens against what is left
-of it). Runs in the caller's thread and changes nothing: frontends and options are immutable.
+Owns the limits that need both sides at once (prompt against context, max_tokens against what is left of it).
+Runs in the caller's thread and changes nothing: frontends and options are immutable.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from ninfer_jax.errors import OptionError, PromptError, RequestError, RequestErrorKind
+from ninfer_jax.errors import OptionError, PromptError
 from ninfer_jax.program.admission import RequestWork
 from ninfer_jax.prompts import Messages, Prompt, is_messages, is_token_ids
 from ninfer_jax.request import HintArguments, RequestHints, check_hint_names, make_request_hints
@@ -80,15 +80,8 @@ def prepare_request(
     params = (sampling or SamplingParams()).resolved(
         frontend.generation_defaults, vocab_size=frontend.vocab_size
     )
-    prepared = prepare_prompt(frontend, prompt, prompt_options)
-    num_prompt = prepared.identity.num_tokens
-    room = options.max_context - num_prompt
-    if room < 1:
-        raise RequestError(
-            RequestErrorKind.CONTEXT_LENGTH_EXCEEDED,
-            f"the prompt has {num_prompt} tokens; with at least one answer token it must fit max_context = "
-            f"{options.max_context}: shorten it, or raise max_context",
-        )
+    prepared = prepare_prompt(frontend, prompt, prompt_options, max_tokens=options.max_context - 1)
+    room = options.max_context - prepared.identity.num_tokens
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     output = frontend.open_output(
         prepared,
@@ -123,12 +116,15 @@ def _check_arguments(hints: HintArguments) -> None:
     check_hint_names(hints)
 
 
-def prepare_prompt(frontend: Frontend, prompt: Prompt, how: PromptOptions) -> PreparedPrompt:
+def prepare_prompt(
+    frontend: Frontend, prompt: Prompt, how: PromptOptions, *, max_tokens: int
+) -> PreparedPrompt:
     """Returns the identity and boundaries of one prompt of any kind.
 
     Raises:
         PromptError: if it is of no known kind, or cannot be represented.
         OptionError: if an option belongs to another kind.
+        RequestError: CONTEXT_LENGTH_EXCEEDED if it has more than `max_tokens`.
     """
     if how.anchor_prompt_end and not is_token_ids(prompt):
         kind = "messages" if is_messages(prompt) else f"a prompt of {type(prompt).__name__}"
@@ -139,14 +135,17 @@ def prepare_prompt(frontend: Frontend, prompt: Prompt, how: PromptOptions) -> Pr
             tools=how.tools,
             enable_thinking=how.enable_thinking,
             template_kwargs=how.template_kwargs,
+            max_tokens=max_tokens,
         )
     for name in ("tools", "enable_thinking", "template_kwargs"):
         if getattr(how, name) is not None:
             raise OptionError(f"{name} belongs to messages, got a prompt of {type(prompt).__name__}")
     if isinstance(prompt, str):
-        return frontend.prepare_text(prompt)
+        return frontend.prepare_text(prompt, max_tokens=max_tokens)
     if is_token_ids(prompt):
-        return frontend.prepare_tokens(cast("Sequence[int]", prompt), anchor_prompt_end=how.anchor_prompt_end)
+        return frontend.prepare_tokens(
+            cast("Sequence[int]", prompt), anchor_prompt_end=how.anchor_prompt_end, max_tokens=max_tokens
+        )
     if isinstance(prompt, int | float):
         raise PromptError(
             f"prompt: got {type(prompt).__name__} {prompt}, expected text, token ids or messages; a list of "

@@ -97,6 +97,7 @@ class Frontend:
         tools: Sequence[Mapping[str, Any]] | None = None,
         enable_thinking: bool | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
     ) -> PreparedPrompt:
         """Returns the prompt of a conversation, rendered by the checkpoint's own template.
 
@@ -105,8 +106,10 @@ class Frontend:
             tools: tool descriptions, as the same API has them.
             enable_thinking: None leaves the choice to the template, whose default differs between models.
             template_kwargs: further variables of the template.
+            max_tokens: that the prompt may have; None is no limit.
         Raises:
             PromptError: if a message cannot be represented, the template refuses, or there is no template.
+            RequestError: CONTEXT_LENGTH_EXCEEDED if it has more than `max_tokens`.
             OptionError: if ``template_kwargs`` is no mapping from names.
         """
         checked = normalise_messages(messages)
@@ -134,25 +137,42 @@ class Frontend:
             vocab_size=self.vocab_size,
             options=options,
             now=self.clock(),
+            max_tokens=max_tokens,
         )
 
-    def prepare_text(self, text: str) -> PreparedPrompt:
+    def prepare_text(self, text: str, *, max_tokens: int | None = None) -> PreparedPrompt:
         """Returns the prompt of a text, used as it is.
 
         Raises:
             PromptError: if the text is empty or the checkpoint has no tokenizer.
+            RequestError: CONTEXT_LENGTH_EXCEEDED if it has more than `max_tokens`.
         """
-        return prepare_raw_text(text, tokenizer=self._need_tokenizer("text"), vocab_size=self.vocab_size)
+        return prepare_raw_text(
+            text,
+            tokenizer=self._need_tokenizer("text"),
+            vocab_size=self.vocab_size,
+            max_tokens=max_tokens,
+        )
 
     def prepare_tokens(
-        self, ids: Sequence[int] | np.ndarray, *, anchor_prompt_end: bool = False
+        self,
+        ids: Sequence[int] | np.ndarray,
+        *,
+        anchor_prompt_end: bool = False,
+        max_tokens: int | None = None,
     ) -> PreparedPrompt:
         """Returns the prompt of token ids; works without a tokenizer.
 
         Raises:
             PromptError: if there is no id, or one is outside the embedding.
+            RequestError: CONTEXT_LENGTH_EXCEEDED if there are more than `max_tokens`.
         """
-        return prepare_raw_tokens(ids, vocab_size=self.vocab_size, anchor_prompt_end=anchor_prompt_end)
+        return prepare_raw_tokens(
+            ids,
+            vocab_size=self.vocab_size,
+            anchor_prompt_end=anchor_prompt_end,
+            max_tokens=max_tokens,
+        )
 
     def open_output(
         self,

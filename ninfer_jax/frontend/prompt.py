@@ -12,14 +12,18 @@ from datetime import datetime
 from typing import Any
 
 import numpy as np
+from tokenizers import Encoding
 
-from ninfer_jax.errors import PromptError
+from ninfer_jax.errors import PromptError, RequestError, RequestErrorKind
 from ninfer_jax.frontend.boundaries import find_text_boundaries, replaceable_from
 from ninfer_jax.frontend.channels import THINK_CLOSE_TEXT, THINK_OPEN_TEXT
 from ninfer_jax.frontend.messages import Message
 from ninfer_jax.frontend.template import ChatTemplate
 from ninfer_jax.frontend.tokenizer import TextTokenizer, token_border
 from ninfer_jax.identity import Boundary, BoundaryKind, PreparedPrompt, make_identity
+
+# A shorter text is tokenised at once: that takes no longer than the bound's look through the vocabulary.
+_BOUNDED_CHARS = 1 << 18
 
 
 def prepare_conversation(
@@ -31,6 +35,7 @@ def prepare_conversation(
     vocab_size: int,
     options: Mapping[str, Any],
     now: datetime,
+    max_tokens: int | None,
 ) -> PreparedPrompt:
     """Returns the prompt of a conversation, with its message borders as token frontiers.
 
@@ -39,8 +44,10 @@ def prepare_conversation(
         tools: from `messages.normalise_tools`.
         options: variables for the template, such as ``enable_thinking``.
         now: the time that every rendering of this request sees.
+        max_tokens: that the prompt may have, if it is limited.
     Raises:
         PromptError: if the template refuses, or a token lies outside the model's vocabulary.
+        RequestError: if it has too many tokens, before its borders are looked for.
     """
 
     def render(some: Sequence[Message], *, with_tools: bool, open_answer: bool) -> str:
@@ -53,7 +60,7 @@ def prepare_conversation(
         )
 
     text = render(messages, with_tools=True, open_answer=True)
-    encoding = tokenizer.encode_with_offsets(text)
+    encoding = fitting_encoding(text, tokenizer, max_tokens)
     tokens = checked_tokens(encoding.ids, vocab_size)
     history = render(messages, with_tools=True, open_answer=False)
     boundaries: list[Boundary] = []
@@ -76,15 +83,18 @@ def prepare_conversation(
     )
 
 
-def prepare_raw_text(text: str, *, tokenizer: TextTokenizer, vocab_size: int) -> PreparedPrompt:
+def prepare_raw_text(
+    text: str, *, tokenizer: TextTokenizer, vocab_size: int, max_tokens: int | None
+) -> PreparedPrompt:
     """Returns the prompt of a text that is used as it is; special tokens spelled in it are those tokens.
 
     Raises:
         PromptError: if it is not text, is empty, or holds a token outside the model's vocabulary.
+        RequestError: if it has too many tokens.
     """
     if not isinstance(text, str):
         raise PromptError(f"a text prompt must be a string, got {type(text).__name__}")
-    tokens = checked_tokens(tokenizer.encode(text), vocab_size)
+    tokens = checked_tokens(fitting_encoding(text, tokenizer, max_tokens).ids, vocab_size)
     return PreparedPrompt(
         identity=make_identity(tokens),
         boundaries=(),
@@ -94,7 +104,7 @@ def prepare_raw_text(text: str, *, tokenizer: TextTokenizer, vocab_size: int) ->
 
 
 def prepare_raw_tokens(
-    tokens: Sequence[int] | np.ndarray, *, vocab_size: int, anchor_prompt_end: bool
+    tokens: Sequence[int] | np.ndarray, *, vocab_size: int, anchor_prompt_end: bool, max_tokens: int | None
 ) -> PreparedPrompt:
     """Returns the prompt of token ids, which has no message structure (N-7).
 
@@ -103,8 +113,10 @@ def prepare_raw_tokens(
 
     Raises:
         PromptError: if there is no token, or an id lies outside the model's vocabulary.
+        RequestError: if there are too many.
     """
     ids = checked_tokens(tokens, vocab_size)
+    check_fits(len(ids), max_tokens)
     anchor = len(ids) - 1 if anchor_prompt_end and len(ids) > 1 else None
     return PreparedPrompt(
         identity=make_identity(ids),
@@ -112,6 +124,36 @@ def prepare_raw_tokens(
         generation_opener_frontier=anchor,
         prompt_end_anchor=anchor,
     )
+
+
+def fitting_encoding(text: str, tokenizer: TextTokenizer, max_tokens: int | None) -> Encoding:
+    """Returns the tokens of a text; one that is far too long is refused without being tokenised.
+
+    Raises:
+        PromptError: if the text is no valid Unicode.
+        RequestError: if there are more than `max_tokens`.
+    """
+    if max_tokens is not None and len(text) > max(_BOUNDED_CHARS, max_tokens):
+        check_fits(tokenizer.least_tokens(text), max_tokens, "at least ")
+    encoding = tokenizer.encode_with_offsets(text)
+    check_fits(len(encoding), max_tokens)
+    return encoding
+
+
+def check_fits(num_tokens: int, max_tokens: int | None, qualifier: str = "") -> None:
+    """Raises CONTEXT_LENGTH_EXCEEDED if a prompt has more tokens than leave room for an answer.
+
+    Args:
+        num_tokens: of the prompt.
+        max_tokens: that it may have, one less than the context; None is no limit.
+        qualifier: stands before the number, where it is not exact.
+    """
+    if max_tokens is not None and num_tokens > max_tokens:
+        raise RequestError(
+            RequestErrorKind.CONTEXT_LENGTH_EXCEEDED,
+            f"the prompt has {qualifier}{num_tokens} tokens; with at least one answer token it must fit "
+            f"max_context = {max_tokens + 1}: shorten it, or raise max_context",
+        )
 
 
 def checked_tokens(tokens: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
