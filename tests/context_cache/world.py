@@ -1,13 +1,14 @@
 """A program without a model, and a manager driven against it.
 
-Owns FakeProgram: planner states and operations, exact identities in a dict, no bytes. It fulfils the manager's
-Protocol and plays the worker's other half: start, commit, abort, capture, finish, release.
+Owns FakeProgram: planner states and operations, exact identities in a dict, no bytes. It fulfils the Protocol
+of the manager and plays the worker's other half: start, commit, abort, capture, finish, release.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count, repeat
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ PAGE = 64
 CHUNK = 1024
 BYTE = TransferCoefficients(0, 0, Q32)
 UNIT = planner.MachineCostModel(TransferModel(BYTE, BYTE, BYTE), PrefillModel(0, Q32, 0, 0, 0))
-# a token costs more than moving a small state: what an admission chooses here is what it would choose for real
+# a token costs more than moving a small state, as on a real machine
 DEAR_PREFILL = planner.MachineCostModel(TransferModel(BYTE, BYTE, BYTE), PrefillModel(0, 1000 * Q32, 0, 0, 0))
 UNITS = CaptureUnits(page_tokens=PAGE, prefill_chunk_tokens=CHUNK, state_bytes=100, page_bytes=(10,))
 
@@ -71,6 +72,7 @@ class FakeProgram:
         self.state = planner.make_state(capacity)
         self.identities: dict[OwnerKey, PromptIdentity] = {}
         self._digests = digests
+        self._known: dict[PromptIdentity, PrefixDigests] = {}
         self.num_problems = 0
 
     # ---- the manager's Protocol
@@ -243,7 +245,7 @@ class FakeProgram:
 
     def summary(self, owner: int) -> OwnerSummary:
         key = self.key_of(owner)
-        digests = self._digests(self.identities[key])
+        digests = self._digests_of(self.identities[key])
         checkpoints = [
             CheckpointSummary(
                 planner.checkpoint_ref(self.state, c),
@@ -255,6 +257,11 @@ class FakeProgram:
         ]
         kind = planner.OwnerKind(int(self.state.owner_kind[owner]))
         return OwnerSummary(key.owner, key.generation, kind, tuple(checkpoints))
+
+    def _digests_of(self, identity: PromptIdentity) -> PrefixDigests:
+        if identity not in self._known:  # by object: identities never change
+            self._known[identity] = self._digests(identity)
+        return self._known[identity]
 
     def summaries(self) -> dict[OwnerKey, OwnerSummary]:
         """Every owner that exists, as the program sees it."""
@@ -283,6 +290,7 @@ class World:
     max_long_anchors: int = 2
     admissions: dict[int, Admission] = field(default_factory=dict)
     rows: dict[int, int] = field(default_factory=dict)
+    tick_ns: int = 0  # what each look at the clock takes
 
     @property
     def state(self) -> CacheState:
@@ -320,7 +328,8 @@ class World:
         )
 
     def plan(self, facts: RequestFacts) -> Admission:
-        return self.manager.plan(facts, allowance_ns=10**7, runnable_requests=0, clock=lambda: 0)
+        readings = count(0, self.tick_ns) if self.tick_ns else repeat(0)
+        return self.manager.plan(facts, allowance_ns=10**7, runnable_requests=0, clock=lambda: next(readings))
 
     def claim(self, facts: RequestFacts) -> Claim:
         return self.manager.claim(self.plan(facts))
