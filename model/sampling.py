@@ -12,6 +12,9 @@ Repetition looks at prompt and output (above 1 it shrinks a positive score and g
 frequency and presence look at the output only. Log-probabilities describe the model, not the draw: the
 log-softmax of the raw logits over all V rows, before any of the above.
 
+A row that has no token to draw says so in place of one: `NO_CANDIDATE` where every id is banned, `NOT_FINITE`
+where the best score is NaN or infinite. Any token at all would be a wrong answer that nobody notices.
+
 A row's token is a function of its logits, its parameters, its lane's arrays, its seed and its output index;
 the other rows, the lane number and B decide only which of several equivalent paths computes it. The paths are
 behind `lax.cond`: a batch of plain greedy rows pays one maximum, and nothing ever sorts the vocabulary.
@@ -41,6 +44,10 @@ NO_LOGPROBS = -1
 
 # `Sampled.top_ids` where a row did not ask for that many.
 NO_TOKEN = -1
+
+# `Sampled.tokens` of a row that cannot draw; both are negative, and no token is.
+NO_CANDIDATE = -1  # every id is banned
+NOT_FINITE = -2  # the model's logits, or the penalties on them, are NaN or infinite
 
 # Below this a row is greedy: score / temperature would overflow before it changed any draw.
 MIN_TEMPERATURE = 1e-5
@@ -87,7 +94,7 @@ class SamplingRows:
 class Sampled:
     """The drawn tokens, with the model's log-probabilities for the rows that asked."""
 
-    tokens: jax.Array  # int32[B]
+    tokens: jax.Array  # int32[B], NO_CANDIDATE or NOT_FINITE where there is none to draw
     logprob: jax.Array  # f32[B], of the drawn token; 0 where the row asked for none
     top_ids: jax.Array  # int32[B, 20], best first, ids below allowed_vocab_size; NO_TOKEN beyond num_logprobs
     top_logprobs: jax.Array  # f32[B, 20], -inf beyond num_logprobs
@@ -164,7 +171,7 @@ def sample(
         eos_mask: bool[V], the checkpoint's EOS ids, held back in rows with `ban_eos`.
 
     Returns:
-        Sampled, and the SamplerState with one more count per row.
+        Sampled, and the SamplerState with one more count per row that drew a token.
     """
     logits = logits.astype(jnp.float32)
     may_draw = jnp.arange(logits.shape[-1], dtype=jnp.int32) < state.allowed_vocab_size
@@ -172,21 +179,31 @@ def sample(
     penalised = (rows.presence != 0.0) | (rows.frequency != 0.0) | (rows.repetition != 1.0)
     adjusted = penalised | state.has_bias[rows.lanes] | rows.ban_eos
 
-    def draw() -> jax.Array:
+    def draw() -> tuple[jax.Array, jax.Array]:
         adjust = partial(_adjusted, logits, state, rows, eos_mask)
         scores = jnp.where(may_draw, lax.cond(jnp.any(adjusted), adjust, lambda: logits), -jnp.inf)
         greedy = first_argmax(scores, state.allowed_vocab_size)
         drawn = lax.cond(
             jnp.any(stochastic), partial(_draw_stochastic, scores, rows, stochastic), lambda: greedy
         )
-        return jnp.where(stochastic, drawn, greedy)
+        return jnp.where(stochastic, drawn, greedy), _score_of(scores, greedy)
 
-    tokens = lax.cond(
-        jnp.any(stochastic | adjusted), draw, lambda: first_argmax(logits, state.allowed_vocab_size)
-    )
-    logprob, top_ids, top_logprobs = _logprobs(logits, may_draw, tokens, rows.num_logprobs)
-    counted = state.output_counts.at[rows.lanes, tokens].add(1)
+    def take_best() -> tuple[jax.Array, jax.Array]:
+        greedy = first_argmax(logits, state.allowed_vocab_size)
+        return greedy, _score_of(logits, greedy)
+
+    drawn, best = lax.cond(jnp.any(stochastic | adjusted), draw, take_best)
+    logprob, top_ids, top_logprobs = _logprobs(logits, may_draw, drawn, rows.num_logprobs)
+    # The best score alone tells: a NaN anywhere would be it, and it is -inf only where everything is.
+    is_drawn = jnp.isfinite(best)
+    tokens = jnp.where(is_drawn, drawn, jnp.where(best == -jnp.inf, NO_CANDIDATE, NOT_FINITE))
+    counted = state.output_counts.at[rows.lanes, drawn].add(is_drawn.astype(jnp.int32))
     return Sampled(tokens, logprob, top_ids, top_logprobs), dataclasses.replace(state, output_counts=counted)
+
+
+def _score_of(scores: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Returns the score of each row's token: f32[B]."""
+    return jnp.take_along_axis(scores, tokens[:, None], axis=-1)[:, 0]
 
 
 def _adjusted(logits: jax.Array, state: SamplerState, rows: SamplingRows, eos_mask: jax.Array) -> jax.Array:
@@ -270,7 +287,7 @@ def _logprobs(
     def compute() -> tuple[jax.Array, jax.Array, jax.Array]:
         peak = jnp.max(logits, axis=-1)
         log_mass = peak + jnp.log(jnp.sum(block_masses(logits - peak[:, None]), axis=-1))
-        chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - log_mass
+        chosen = _score_of(logits, tokens) - log_mass
         top_ids, top_logprobs = lax.cond(
             jnp.any(num_logprobs > 0), best, lambda _: (no_ids, no_logprobs), log_mass
         )

@@ -19,8 +19,10 @@ from scipy import stats
 
 from ninfer_jax.model.sampling import (
     MAX_LOGPROBS,
+    NO_CANDIDATE,
     NO_LOGPROBS,
     NO_TOKEN,
+    NOT_FINITE,
     Sampled,
     SamplerState,
     SamplingRows,
@@ -439,3 +441,43 @@ def test_a_state_without_drawable_ids_is_refused() -> None:
         make_sampler_state(1, 8, 0)
     with pytest.raises(ValueError, match="allowed_vocab_size is 9"):
         make_sampler_state(1, 8, 9)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "repetition": 1.2},
+        {},
+        {"top_k": 5},
+        {"top_p": 0.5},
+        {"min_p": 0.1},
+        {"top_k": 600, "temperature": 4.0, "num_logprobs": 3},
+    ],
+    ids=str,
+)
+def test_a_row_without_a_token_to_draw_says_so_and_its_neighbours_draw(values: dict[str, float]) -> None:
+    logits = typical_logits(num_rows=5)
+    logits[1, 700] = np.nan
+    logits[2, 3] = np.inf
+    state = make_sampler_state(5, VOCAB, VOCAB - 10)
+    everything = np.ones(VOCAB, bool)
+    for lane in (3, 4):
+        state = set_lane(state, np.int32(lane), np.zeros(VOCAB), np.zeros(VOCAB, bool), everything)
+    rows = make_rows(5, lanes=np.arange(5), ban_eos=np.arange(5) == 3, **values)
+    sampled, after = jitted(logits, state, rows, np.zeros(VOCAB, bool))
+    tokens = np.asarray(sampled.tokens)
+    assert tokens[1:4].tolist() == [NOT_FINITE, NOT_FINITE, NO_CANDIDATE]
+    assert np.asarray(after.output_counts).sum(axis=1).tolist() == [1, 0, 0, 0, 1]
+    plain = typical_logits(num_rows=5)
+    undisturbed = jitted(plain, make_sampler_state(5, VOCAB, VOCAB - 10), rows, np.zeros(VOCAB, bool))[0]
+    assert tokens[[0, 4]].tolist() == np.asarray(undisturbed.tokens)[[0, 4]].tolist()
+
+
+def test_ids_beyond_the_allowed_ones_may_be_anything() -> None:
+    logits = typical_logits()
+    logits[:, VOCAB - 10 :] = np.nan  # rows of the head that belong to no token
+    state = make_sampler_state(1, VOCAB, VOCAB - 10)
+    for temperature in (0.0, 1.0):
+        sampled, _ = jitted(logits, state, make_rows(1, temperature=temperature), np.zeros(VOCAB, bool))
+        assert 0 <= int(sampled.tokens[0]) < VOCAB - 10
