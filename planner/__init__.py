@@ -20,6 +20,8 @@ Physical half (imports nothing of the value half, so that a price can never deci
     tables, problem              the arrays of the pressure domain; one planning round, which makes them late
     identity                     rounds without pressure: identities assessed without any table
     projection, stages           post-state sums, Move/Fork, COW and stage peaks of B targets at once
+    cells, class_patterns,       the same for a batch of neighbours: one reference, its differences, each
+    sparse_projection            distinct end of the shared classes once
     resolution                   the same for one target, object by object, with the exact arena recipe
     outcomes                     where every checkpoint ends up, and the recipes that recover it
     successors                   legal further degradations of a target
@@ -31,7 +33,8 @@ Physical half (imports nothing of the value half, so that a price can never deci
 Value half:
 
     cost                         prices of copies and prefill; presets
-    demand, portfolio            what requests asked for; what states are worth; J of every target
+    demand, round_facts          what requests asked for; that and the prices of rebuilding, by owner
+    savings, losses, portfolio   what checkpoints save, what options lose; what states are worth, J of targets
     search_model, search_session,
     search_steps, recency_ladder,
     search_values, search        the materialisation search; `allowance` is its time rule
@@ -103,6 +106,7 @@ from ninfer_jax.planner.candidate import (
     Candidate,
     Disposition,
     RequestWork,
+    capture_candidate,
     make_request,
     remaining_prefill,
     root_candidate,
@@ -158,7 +162,6 @@ from ninfer_jax.planner.plan import Aborted, Committed, Readiness, ResourcePlan,
 from ninfer_jax.planner.planning import (
     Planned,
     PriceSplit,
-    capture_candidate,
     capture_scenario,
     plan_materialization,
 )

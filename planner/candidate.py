@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from ninfer_jax.planner.capacity import PhysicalCapacity
 from ninfer_jax.planner.ids import CheckpointId
 from ninfer_jax.planner.work import PrefillWork, VisionItem, prefill_work
 
@@ -116,3 +117,16 @@ def remaining_prefill(request: RequestWork, base_tokens: int) -> PrefillWork:
         frontiers=request.rewrite_frontiers,
         vision=request.vision,
     )
+
+
+def capture_candidate(capacity: PhysicalCapacity, kv_tokens: Sequence[int]) -> Candidate:
+    """Returns what a shared capture into Device memory needs, as a candidate without source (K-5).
+
+    One state image, and one page of every pool whose frontier is not page aligned.
+
+    Args:
+        kv_tokens: typed frontier of the active sequence in each pool.
+    """
+    page = capacity.page_tokens
+    copies = tuple(page if tokens % page else 0 for tokens in kv_tokens)
+    return root_candidate(RequestWork(1, copies, page))

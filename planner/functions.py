@@ -12,9 +12,10 @@ from functools import cached_property
 import numpy as np
 from ninfer_jax.planner.outcomes import OutcomeTables, checkpoint_outcomes, make_outcome_tables
 from ninfer_jax.planner.problem import Problem
-from ninfer_jax.planner.projection import assess, assess_numpy
+from ninfer_jax.planner.projection import are_identities, assess, assess_numpy
 from ninfer_jax.planner.resolution import confirm
 from ninfer_jax.planner.search_types import Assessment, CheckpointOutcomes, Confirmation
+from ninfer_jax.planner.sparse_projection import SparseTables, assess_sparse, make_sparse_tables
 from ninfer_jax.planner.successors import SuccessorTables, make_successor_tables, successors
 from ninfer_jax.planner.tables import Tables
 from ninfer_jax.planner.target import TargetBatch
@@ -35,6 +36,11 @@ class PhysicalFunctions:
     compiled: bool
 
     @cached_property
+    def sparse_tables(self) -> SparseTables:
+        """Returns the tables of `sparse_projection`, made when somebody is put under pressure."""
+        return make_sparse_tables(self.problem)
+
+    @cached_property
     def outcome_tables(self) -> OutcomeTables:
         """Returns the tables of `outcomes`, made on first use: a round without pressure needs none."""
         return make_outcome_tables(self.problem)
@@ -46,9 +52,12 @@ class PhysicalFunctions:
 
     def assess(self, targets: TargetBatch, /) -> Assessment:
         """Returns one row per target (Protocol `Assess`)."""
-        if not self.compiled:
+        if self.compiled:
+            return assess(self.problem, targets, self.device_tables)
+        few = len(targets) <= len(self.problem.candidates)
+        if not len(targets) or (few and are_identities(self.problem, targets)):
             return assess_numpy(self.problem, targets)
-        return assess(self.problem, targets, self.device_tables)
+        return assess_sparse(self.sparse_tables, targets)
 
     def confirm(self, target: TargetBatch, /) -> Confirmation:
         """Returns the exact feasibility of one target (Protocol `Confirm`)."""

@@ -43,6 +43,22 @@ class Objects:
 
 
 @dataclass(frozen=True, eq=False)
+class PlainLists:
+    """Entries and objects as Python lists: what looks at one owner's few objects is faster on those."""
+
+    obj: list[int]
+    bits: list[int]
+    start: list[int]
+    end: list[int]
+    item: list[int]
+    device: list[bool]
+    host: list[bool]
+    fixed_device: list[bool]
+    fixed_host: list[bool]
+    holders: list[int]
+
+
+@dataclass(frozen=True, eq=False)
 class Holdings:
     """What planning derives from one state before it knows a request. Build with `make_holdings`.
 
@@ -91,9 +107,29 @@ class Holdings:
         return out
 
     @cached_property
+    def lists(self) -> PlainLists:
+        """Entries and objects as lists."""
+        e, o = self.entries, self.objects
+        columns = (e.obj, e.bits, e.start, e.end, o.item, o.device, o.host)
+        columns += (o.fixed_device, o.fixed_host, o.holders)
+        return PlainLists(*(c.tolist() for c in columns))
+
+    @cached_property
     def victim_depth(self) -> int:
         """Returns the largest number of checkpoints of one victim, at least 1."""
         return int(self.counts[self.victims].max(initial=1))
+
+    @cached_property
+    def _ranked(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns all live checkpoint rows by owner and rank, and where each owner's begin."""
+        owner = self.state.checkpoint_owner[self.checkpoints]
+        order = np.lexsort((self.rank[self.checkpoints], owner))
+        return self.checkpoints[order], np.append(0, np.cumsum(self.counts))
+
+    def checkpoints_of(self, owner: int) -> np.ndarray:
+        """Returns int32[M], the owner's checkpoint rows, shallowest first."""
+        rows, bounds = self._ranked
+        return rows[bounds[owner] : bounds[owner + 1]]
 
     def entries_of(self, owner: int) -> tuple[slice, slice]:
         """Returns the `entries` rows of an inactive owner's images and of its runs."""

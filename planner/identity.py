@@ -1,122 +1,148 @@
-"""Assessment of identity targets: activation and source disposition, nobody under pressure (T-4, G-2).
+"""Identity targets: activation and source disposition, nobody under pressure (T-4, G-2).
 
-Owns: the same answer as `projection` gives for these targets, from the sources' own objects alone. A round
-whose identities fit ends here, without options and tables. Owns no other target.
+Owns: the same assessment as `projection` gives for these targets, from the source's own objects alone. A
+round whose identities fit ends here, without options and tables. Owns no other target.
 
 With everybody else keeping what they have, an object leaves a tier only if its source lets go of it and no
-other holder is left; nothing is copied to Host, and nothing is freed before the commit.
+other holder is left; nothing is copied to Host, and nothing is freed before the commit. A source has few
+objects, so plain numbers are faster than arrays.
 
-Letters: D candidates, B targets, F source objects of all candidates, J items, R axes.
+Letters: B targets, J items, R axes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
+from ninfer_jax.planner.candidate import Candidate, Disposition
 from ninfer_jax.planner.capacity import DEVICE_PAGES, DEVICE_STATE, HOST_KV, HOST_STATE
-from ninfer_jax.planner.needs import growth_pages, source_objects
-from ninfer_jax.planner.problem import Problem
+from ninfer_jax.planner.holders import Holdings
+from ninfer_jax.planner.needs import growth_pages
 from ninfer_jax.planner.search_types import Assessment
-from ninfer_jax.planner.sources import ImageRule, SourceView, TailRule
+from ninfer_jax.planner.sources import ImageRule, TailRule, image_rule, surviving_bits, tail_rule
 from ninfer_jax.planner.stages import NUM_STAGES
-from ninfer_jax.planner.target import ABSENT, TargetBatch
 
 
-def are_identities(problem: Problem, targets: TargetBatch) -> bool:
-    """Returns whether there are targets and every one is the identity of its candidate."""
-    if not len(targets) or (targets.codes > ABSENT).any() or targets.codes.shape[1] != problem.num_victims:
-        return False
-    source = problem.source_victim[targets.candidate]
-    absent = targets.codes == ABSENT
-    has_source = source >= 0
-    if not (absent.sum(1) == has_source).all():
-        return False
-    rows = np.flatnonzero(has_source)
-    return bool(absent[rows, source[rows]].all())
+@dataclass(frozen=True, eq=False)
+class IdentityChange:
+    """What one candidate's identity copies, takes and frees; lists of J units.
+
+    Attributes:
+        is_improvable: others decide whether the state or a tail page is copied, so that pressure could make
+            the candidate cheaper (G-2).
+    """
+
+    restored: list[int]
+    restored_ops: list[int]
+    tail_h2d: list[int]
+    d2d: list[int]
+    fresh: int
+    growth: list[int]
+    device_late: list[int]
+    host_late: list[int]
+    is_fork: bool
+    is_improvable: bool
 
 
-def assess_identities(problem: Problem, candidate: np.ndarray) -> Assessment:
-    """Returns the assessment of the candidates' identity targets.
+def identity_change(holdings: Holdings, candidate: Candidate) -> IdentityChange:
+    """Returns the change of one candidate's identity."""
+    state, objects, x = holdings.state, holdings.objects, holdings.lists
+    items, page = 1 + state.capacity.num_pools, state.capacity.page_tokens
+    restored, ops, tail_h2d, d2d, device_late, host_late = ([0] * items for _ in range(6))
+    if candidate.checkpoint is None:
+        growth = growth_pages(state.capacity, candidate, None)
+        return IdentityChange(restored, ops, tail_h2d, d2d, 1, growth, device_late, host_late, False, False)
+    source = int(candidate.checkpoint)
+    owner = int(state.checkpoint_owner[source])
+    consume = candidate.disposition == Disposition.CONSUME
+    base = state.checkpoint_kv_tokens[source]
+    whole, tail = zip(*(divmod(t, page) for t in base.tolist()), strict=True)
+    image_rows, run_rows = holdings.entries_of(owner)
+
+    image = int(state.checkpoint_image[source])
+    alive = surviving_bits(holdings, candidate, owner)
+    images, bits = x.obj[image_rows], x.bits[image_rows]
+    rule = image_rule(holdings, owner, image, stays=bool(bits[images.index(image)] & alive))
+    others = x.holders[image] > 1
+    is_improvable = rule == ImageRule.BY_OTHERS
+    is_fork = rule == ImageRule.FORK or (rule == ImageRule.BY_OTHERS and others)
+    if is_fork:
+        (d2d if x.device[image] else tail_h2d)[0] += 1
+
+    for obj, its_bits in zip(images, bits, strict=True):
+        stays = bool(its_bits & alive)
+        need = obj == image and not is_fork
+        if need and not x.device[obj]:
+            restored[0] += 1
+            ops[0] += 1
+        if consume and not stays and x.holders[obj] == 1:
+            hold = need or (obj == image and rule != ImageRule.MOVE)
+            device_late[0] += x.device[obj] and not (x.fixed_device[obj] or hold)
+            host_late[0] += x.host[obj] and not x.fixed_host[obj]
+
+    rows = (x.obj[run_rows], x.start[run_rows], x.end[run_rows])
+    for obj, start, end in zip(*rows, strict=True):
+        item, size = x.item[obj], end - start
+        need = end <= whole[item - 1]
+        if start == whole[item - 1] and tail[item - 1]:
+            how = tail_rule(objects, obj, consume)
+            copied = how == TailRule.COPY or (how == TailRule.BY_OTHERS and x.holders[obj] > 1)
+            is_improvable |= how == TailRule.BY_OTHERS
+            need = not copied
+            if copied:
+                (d2d if x.device[obj] else tail_h2d)[item] += 1
+        if need and not x.device[obj]:
+            restored[item] += size
+            ops[item] += 1
+        if consume and x.holders[obj] == 1:
+            device_late[item] += size * (x.device[obj] and not (x.fixed_device[obj] or need))
+            host_late[item] += size * (x.host[obj] and not x.fixed_host[obj])
+    growth = growth_pages(state.capacity, candidate, base)
+    return IdentityChange(
+        restored, ops, tail_h2d, d2d, 0, growth, device_late, host_late, is_fork, is_improvable
+    )
+
+
+def assess_identities(holdings: Holdings, changes: Sequence[IdentityChange]) -> Assessment:
+    """Returns the assessment of B identity targets.
 
     Args:
-        candidate: int32[B].
+        changes: from `identity_change`, one of each target.
     """
-    state, objects = problem.state, problem.objects
-    sources = [problem.sources[d] for d in candidate.tolist()]
-    b, items = len(sources), 1 + state.capacity.num_pools
-    fresh, d2d, tail_h2d, growth = (np.zeros((b, items), np.int32) for _ in range(4))
-    is_fork = np.zeros(b, bool)
-    f = source_objects(sources)
-    in_domain = problem.source_victim[candidate] >= 0
-    device, host = objects.device[f.obj], objects.host[f.obj]
-    fixed_device, fixed_host = objects.fixed_device[f.obj], objects.fixed_host[f.obj]
-    elsewhere = objects.holders[f.obj] > in_domain[f.row]
-    need = f.need
-    for i, (d, view) in enumerate(zip(candidate.tolist(), sources, strict=True)):
-        chosen = problem.candidates[d]
-        root = chosen.checkpoint is None
-        base = None if root else state.checkpoint_kv_tokens[chosen.checkpoint]
-        growth[i, 1:] = growth_pages(state.capacity, chosen, base)
-        fresh[i, 0] = root
-        copied = [(n + 1, t) for n, (t, r) in enumerate(_tails(view)) if r == TailRule.COPY]
-        undecided = [(n + 1, t) for n, (t, r) in enumerate(_tails(view)) if r == TailRule.BY_OTHERS]
-        if view.image_rule == ImageRule.FORK:
-            copied.append((0, view.image_obj))
-        elif view.image_rule == ImageRule.BY_OTHERS:
-            undecided.append((0, view.image_obj))
-        for item, obj in undecided:
-            others = objects.fixed_device[obj] or objects.fixed_host[obj] or objects.holders[obj] > 1
-            if others:
-                copied.append((item, obj))
-            else:
-                need = need | ((f.row == i) & (f.obj == obj))
-        for item, obj in copied:
-            (d2d if objects.device[obj] else tail_h2d)[i, item] += 1
-            is_fork[i] |= item == 0
-
-    stays_device = fixed_device | (device & elsewhere) | f.hold_device | need
-    stays_host = (fixed_host | (host & elsewhere) | f.hold_host) & (host | ~stays_device)
-
-    cell = f.row * items + objects.item[f.obj]
-    size = objects.size[f.obj]
-
-    def units(picked: np.ndarray, amount: np.ndarray | None = None) -> np.ndarray:
-        if not picked.any():
-            return np.zeros((b, items), np.int32)
-        weights = None if amount is None else amount[picked]
-        counts = np.bincount(cell[picked], weights, minlength=b * items)
-        return counts.astype(np.int32).reshape(b, items)
-
-    restored = need & ~device
-    h2d = units(restored, size)
-    device_late = units(f.late & device & ~stays_device, size)
-    host_late = units(f.late & host & ~stays_host, size)
-    used = np.repeat(np.tile(problem.holdings.used0, (b, 1))[:, None], NUM_STAGES + 1, 1)
-    taken = h2d + d2d + tail_h2d + fresh
-    for change, since in ((taken, NUM_STAGES - 1), (growth - device_late, NUM_STAGES)):
-        used[:, since:, DEVICE_STATE] += change[:, None, 0]
-        used[:, since:, DEVICE_PAGES:] += change[:, None, 1:]
-    used[:, NUM_STAGES, HOST_STATE] -= host_late[:, 0]
-    used[:, NUM_STAGES, HOST_KV] -= (host_late[:, 1:] * state.capacity.page_granules()).sum(1, dtype=np.int32)
-    peak = used.max(1)
-    residual = np.maximum(peak - state.capacity.units(), 0)
-    nothing = np.zeros((b, items), np.int32)
-    none = np.zeros(b, np.int32)
+    capacity = holdings.state.capacity
+    granules, before = capacity.page_granules().tolist(), holdings.used0.tolist()
+    used = []
+    for c in changes:
+        taken = [r + t + d for r, t, d in zip(c.restored, c.tail_h2d, c.d2d, strict=True)]
+        restored, end = list(before), list(before)
+        restored[DEVICE_STATE] += taken[0] + c.fresh
+        restored[DEVICE_PAGES:] = [u + t for u, t in zip(before[DEVICE_PAGES:], taken[1:], strict=True)]
+        end[DEVICE_STATE] = restored[DEVICE_STATE] - c.device_late[0]
+        end[HOST_STATE] -= c.host_late[0]
+        end[HOST_KV] -= sum(n * g for n, g in zip(c.host_late[1:], granules, strict=True))
+        end[DEVICE_PAGES:] = [
+            u + g - n for u, g, n in zip(restored[DEVICE_PAGES:], c.growth, c.device_late[1:], strict=True)
+        ]
+        used.append([before] * (NUM_STAGES - 1) + [restored, end])
+    occupancy = np.asarray(used, np.int32)
+    peak = occupancy.max(1)
+    residual = np.maximum(peak - capacity.units(), 0)
+    tail_h2d = np.asarray([c.tail_h2d for c in changes], np.int32)
+    nothing, none = np.zeros_like(tail_h2d), np.zeros(len(changes), np.int32)
     return Assessment(
-        used=used,
+        used=occupancy,
         peak=peak,
         residual=residual,
         fits=~residual.any(1),
         d2h=nothing,
         d2h_ops=nothing,
-        h2d=h2d + tail_h2d,
-        h2d_ops=units(restored) + tail_h2d,
-        d2d=d2d,
-        is_fork=is_fork,
+        h2d=np.asarray([c.restored for c in changes], np.int32) + tail_h2d,
+        h2d_ops=np.asarray([c.restored_ops for c in changes], np.int32) + tail_h2d,
+        d2d=np.asarray([c.d2d for c in changes], np.int32),
+        is_fork=np.asarray([c.is_fork for c in changes]),
         evictions=none,
         drops=none,
         degraded=none,
     )
-
-
-def _tails(view: SourceView) -> zip[tuple[int, TailRule]]:
-    return zip(view.tail_obj, view.tail_rule, strict=True)

@@ -6,12 +6,9 @@ of a round survives it except the returned values (G-12).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from ninfer_jax.planner.candidate import Candidate, RequestWork, root_candidate
-from ninfer_jax.planner.capacity import PhysicalCapacity
 from ninfer_jax.planner.cost import MachineCostModel, batch_ns
 from ninfer_jax.planner.extents import Blocked
 from ninfer_jax.planner.functions import PhysicalFunctions, physical_functions
@@ -22,6 +19,7 @@ from ninfer_jax.planner.problem import Problem, identity_targets, maximal_target
 from ninfer_jax.planner.readiness import gate, readiness
 from ninfer_jax.planner.search import (
     Found,
+    PressureDomain,
     SearchFunctions,
     SearchResult,
     SearchRound,
@@ -29,7 +27,6 @@ from ninfer_jax.planner.search import (
 )
 from ninfer_jax.planner.search_types import Adoptable, Budget, Clock
 from ninfer_jax.planner.shared_capture import CaptureScenario, NetGain
-from ninfer_jax.planner.sources import ImageRule, TailRule
 from ninfer_jax.planner.target import KEEP
 from ninfer_jax.planner.transition import seal
 
@@ -149,9 +146,7 @@ def improvable(problem: Problem) -> np.ndarray:
 
     Only a consumed source whose state or tail is copied because others still hold it (G-2).
     """
-    return np.asarray(
-        [s.image_rule == ImageRule.BY_OTHERS or TailRule.BY_OTHERS in s.tail_rule for s in problem.sources]
-    )
+    return np.asarray([c.is_improvable for c in problem.identity_changes])
 
 
 def preserve_codes(problem: Problem) -> np.ndarray:
@@ -171,26 +166,12 @@ def search_round(problem: Problem, recency: np.ndarray | None = None) -> SearchR
     """
     return SearchRound(
         identity_targets(problem),
-        maximal_targets(problem),
-        problem.tables.capacity,
+        problem.state.capacity.units(),
         improvable(problem),
-        preserve_codes(problem),
         problem.num_options,
+        lambda: PressureDomain(maximal_targets(problem), preserve_codes(problem)),
         recency,
     )
-
-
-def capture_candidate(capacity: PhysicalCapacity, kv_tokens: Sequence[int]) -> Candidate:
-    """Returns what a shared capture into Device memory needs, as a candidate without source (K-5).
-
-    One state image, and one page of every pool whose frontier is not page aligned.
-
-    Args:
-        kv_tokens: typed frontier of the active sequence in each pool.
-    """
-    page = capacity.page_tokens
-    copies = tuple(page if tokens % page else 0 for tokens in kv_tokens)
-    return root_candidate(RequestWork(1, copies, page))
 
 
 def capture_scenario(
@@ -206,7 +187,7 @@ def capture_scenario(
     return CaptureScenario(
         identity_targets(problem),
         maximal_targets(problem),
-        problem.tables.capacity,
+        problem.state.capacity.units(),
         problem.num_options,
         functions.assess,
         functions.confirm,

@@ -99,6 +99,11 @@ class Transition:
         """Whether anything goes to Host."""
         return any(p.copies_d2h for p in self.pieces)
 
+    @property
+    def has_copies_in(self) -> bool:
+        """Whether anything comes from Host."""
+        return any(p.restores_h2d for p in self.pieces)
+
     def released(self, state: PhysicalState) -> PhysicalState:
         """Returns the state after HostReleases."""
         state = _free(copied(state), self.pieces, self.images, When.NOW)
@@ -237,7 +242,7 @@ def _activate(
 ) -> tuple[PhysicalState, Activation]:
     """Returns the state with the new active sequence bound to its pages, image and reservation (A-1)."""
     which = resolution.candidate
-    source, candidate = problem.sources[which], problem.candidates[which]
+    source, candidate = problem.source(which), problem.candidates[which]
     images, page = len(problem.state.image_live), state.capacity.page_tokens
     state, owner = new_owner(state, OwnerKind.ACTIVE)
     ends = [ceil_div(tokens, page) for tokens in candidate.request.capacity_tokens]

@@ -11,16 +11,18 @@ together when they are first read.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 from ninfer_jax.planner.candidate import Candidate
+from ninfer_jax.planner.class_patterns import ClassTables, make_class_tables
 from ninfer_jax.planner.holders import Entries, Holdings, Objects, make_holdings
+from ninfer_jax.planner.identity import IdentityChange, identity_change
 from ninfer_jax.planner.needs import identity_deficits, make_needs
 from ninfer_jax.planner.option_sizes import make_options
 from ninfer_jax.planner.options import MAX_CHECKPOINTS, OptionTable, Template, make_templates
-from ninfer_jax.planner.sources import SourceView, make_sources
+from ninfer_jax.planner.sources import SourceView, check_candidates, source_view
 from ninfer_jax.planner.state import PhysicalState
 from ninfer_jax.planner.tables import Tables, make_tables
 from ninfer_jax.planner.target import ABSENT, EVICT, KEEP, TargetBatch, make_targets
@@ -35,9 +37,9 @@ class Problem:
 
     holdings: Holdings
     candidates: tuple[Candidate, ...]
-    sources: tuple[SourceView, ...]
     source_victim: np.ndarray  # int32[D], victim row of the source, or -1
     templates: tuple[Template, ...]  # K
+    views: dict[int, SourceView] = field(default_factory=dict)  # what `source` has made
 
     @property
     def state(self) -> PhysicalState:
@@ -74,6 +76,22 @@ class Problem:
         """K without padding."""
         return len(self.templates)
 
+    @cached_property
+    def sources(self) -> tuple[SourceView, ...]:
+        """The view of every candidate's source."""
+        return tuple(self.source(d) for d in range(len(self.candidates)))
+
+    def source(self, which: int) -> SourceView:
+        """Returns the view of one candidate's source, made when it is first asked for."""
+        if which not in self.views:
+            self.views[which] = source_view(self.holdings, self.candidates[which])
+        return self.views[which]
+
+    @cached_property
+    def identity_changes(self) -> tuple[IdentityChange, ...]:
+        """What the identity of every candidate does."""
+        return tuple(identity_change(self.holdings, c) for c in self.candidates)
+
     @property
     def options(self) -> OptionTable:
         """Parameters of every option of every victim."""
@@ -83,6 +101,11 @@ class Problem:
     def tables(self) -> Tables:
         """What every option does and every candidate needs."""
         return self._pressure[1]
+
+    @cached_property
+    def class_tables(self) -> ClassTables:
+        """The masks of `tables` as counts."""
+        return make_class_tables(self.tables)
 
     @cached_property
     def _pressure(self) -> tuple[OptionTable, Tables]:
@@ -130,14 +153,19 @@ def make_problem(
     counts = holdings.counts
     if counts.max(initial=0) > MAX_CHECKPOINTS:
         raise ValueError(f"an owner has {counts.max()} checkpoints, at most {MAX_CHECKPOINTS} are supported")
-    sources = make_sources(holdings, candidates)
+    check_candidates(holdings, candidates)
     if max_options is None:
         max_options = min(64, max(16, 1024 // max(len(holdings.victims), 1)))
     return Problem(
         holdings,
         tuple(candidates),
-        sources,
-        np.asarray([holdings.victim_of[s.owner] if s.owner >= 0 else -1 for s in sources], np.int32),
+        np.asarray(
+            [
+                -1 if c.checkpoint is None else holdings.victim_of[state.checkpoint_owner[c.checkpoint]]
+                for c in candidates
+            ],
+            np.int32,
+        ),
         make_templates(holdings.victim_depth, max_options),
     )
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from ninfer_jax.planner.contributions import D2H, D2H_OPS, DEVICE_COPIED, DEVICE_NOW, HOST_NOW
-from ninfer_jax.planner.identity import are_identities, assess_identities
+from ninfer_jax.planner.identity import assess_identities
 from ninfer_jax.planner.needs import (
     DEVICE_LATE,
     FRESH,
@@ -66,7 +66,13 @@ def class_fates(
         bool[..., C], bool[..., C], bool[..., C], bool[..., N] (the tail page of the pool is such a class and
         is copied), bool[...] (the source image is such a class and is forked).
     """
-    other_device, other_host = class_wants(xp, tables, codes)
+    return fates_of(xp, tables, candidate, *class_wants(xp, tables, codes))
+
+
+def fates_of(
+    xp: ModuleType, tables: Tables, candidate: Array, other_device: Array, other_host: Array
+) -> tuple[Array, Array, Array, Array, Array]:
+    """Returns what `class_fates` returns, from what the holders outside the source want (bool[..., C])."""
     others = xp.logical_or(other_device, other_host)
     c = np.arange(tables.class_device.shape[0], dtype=np.int32)
     tail, image = tables.tail_class[candidate], tables.image_class[candidate][..., None]
@@ -87,12 +93,30 @@ def project(xp: ModuleType, tables: Tables, candidate: Array, codes: Array) -> A
         candidate: int32[...], index of the candidate.
         codes: int32[..., V], padded with KEEP.
     """
-    items = tables.class_units.shape[1]
     summed = _sum_rows(xp, tables.contributions, codes)
+    degraded = ((codes != KEEP) & (codes != ABSENT)).sum(-1, keepdims=True)
+    return finish(xp, tables, candidate, summed, degraded, class_fates(xp, tables, candidate, codes))
+
+
+def finish(
+    xp: ModuleType,
+    tables: Tables,
+    candidate: Array,
+    summed: Array,
+    degraded: Array,
+    fates: tuple[Array, Array, Array, Array, Array],
+) -> Array:
+    """Returns `project` from the sums over victims and the ends of the classes.
+
+    Args:
+        summed: int32[..., P], the options' contributions.
+        degraded: int32[..., 1], owners under pressure.
+        fates: from `class_fates`.
+    """
+    items = tables.class_units.shape[1]
     group = _groups(xp, summed[..., :-2], items)
     needs = _groups(xp, tables.needs, items)[:, candidate]
-
-    on_device, on_host, need, copied, forked = class_fates(xp, tables, candidate, codes)
+    on_device, on_host, need, copied, forked = fates
     late = tables.late_class[candidate]
     now_device, now_host = tables.class_device, tables.class_host
     d2h = on_host & ~now_host
@@ -136,7 +160,6 @@ def project(xp: ModuleType, tables: Tables, candidate: Array, codes: Array) -> A
     used = stage_used(xp, tables.used0, changes, tables.granules)
     peak = stage_peaks(xp, used)
     is_fork = (needs[STATE_IS_FORK][..., :1] > 0) | forked[..., None]
-    degraded = ((codes != KEEP) & (codes != ABSENT)).sum(-1, keepdims=True)
     flat = used.reshape((*used.shape[:-2], used.shape[-2] * used.shape[-1]))
     parts = [
         flat,
@@ -191,12 +214,23 @@ def assess_numpy(problem: Problem, targets: TargetBatch) -> Assessment:
     Identities are answered without the tables, so that a round without pressure never makes them (G-2).
     """
     if are_identities(problem, targets):
-        return assess_identities(problem, targets.candidate)
-    codes = _padded_codes(problem, targets)
+        changes = [problem.identity_changes[d] for d in targets.candidate.tolist()]
+        return assess_identities(problem.holdings, changes)
+    codes = padded_codes(problem, targets)
     blocks = [slice(at, at + NUMPY_BLOCK) for at in range(0, max(len(codes), 1), NUMPY_BLOCK)]
     parts = [project(np, problem.tables, targets.candidate[b], codes[b]) for b in blocks]
     packed = np.concatenate(parts) if len(parts) > 1 else parts[0]
     return unpack(packed, problem.tables.used0.shape[0], problem.tables.class_units.shape[1])
+
+
+def are_identities(problem: Problem, targets: TargetBatch) -> bool:
+    """Returns whether there are targets and every one is the identity of its candidate."""
+    if not len(targets) or targets.codes.shape[1] != problem.num_victims or (targets.codes > ABSENT).any():
+        return False
+    rows, victims = np.nonzero(targets.codes)
+    expected = problem.source_victim[targets.candidate]
+    has_source = np.flatnonzero(expected >= 0)
+    return np.array_equal(rows, has_source) and np.array_equal(victims, expected[has_source])
 
 
 def assess(problem: Problem, targets: TargetBatch, tables: Tables | None = None) -> Assessment:
@@ -207,7 +241,7 @@ def assess(problem: Problem, targets: TargetBatch, tables: Tables | None = None)
             ones, which JAX uploads to its default device.
     """
     tables = problem.tables if tables is None else tables
-    codes = _padded_codes(problem, targets)
+    codes = padded_codes(problem, targets)
     total, chunks, at = len(targets), [], 0
     while at < total or not chunks:
         size = next((b for b in BATCH_BUCKETS if b >= total - at), BATCH_BUCKETS[-1])
@@ -223,7 +257,7 @@ def assess(problem: Problem, targets: TargetBatch, tables: Tables | None = None)
     return unpack(packed, problem.tables.used0.shape[0], problem.tables.class_units.shape[1])
 
 
-def _padded_codes(problem: Problem, targets: TargetBatch) -> np.ndarray:
+def padded_codes(problem: Problem, targets: TargetBatch) -> np.ndarray:
     """Returns the codes padded to the tables' victims; pads are KEEP on rows that hold nothing."""
     if targets.codes.shape[1] != problem.num_victims:
         raise ValueError(

@@ -45,7 +45,7 @@ def _rung(session: Session, oldest_first: np.ndarray, sacrificed: int) -> Found 
     demoted = np.tri(len(kept) + 1, len(kept), -1, dtype=bool)  # row i demotes the i oldest kept ones
     codes = np.full((len(demoted), session.num_victims), KEEP, np.int32)
     codes[:, oldest_first[:sacrificed]] = EVICT
-    codes[:, kept] = np.where(demoted, session.round.preserve_codes[kept], KEEP)
+    codes[:, kept] = np.where(demoted, session.domain.preserve_codes[kept], KEEP)
     identities = session.round.identities.codes
     batches = [make_targets(d, np.where(own != KEEP, own, codes)) for d, own in enumerate(identities)]
     return session.best_of(concatenate(batches))
@@ -57,5 +57,5 @@ def _spared(session: Session, chosen: Found, victim: int) -> Found:
     if codes[victim] != EVICT:
         return chosen
     trial = np.repeat(codes[None], 2, 0)
-    trial[:, victim] = KEEP, session.round.preserve_codes[victim]
+    trial[:, victim] = KEEP, session.domain.preserve_codes[victim]
     return session.best_of(make_targets(int(chosen.target.candidate[0]), trial)) or chosen

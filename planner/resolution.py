@@ -16,13 +16,11 @@ from typing import NamedTuple
 import numpy as np
 from ninfer_jax.planner.capacity import HOST_KV
 from ninfer_jax.planner.extents import Blocked, Placed, place
-from ninfer_jax.planner.ids import OwnerId
 from ninfer_jax.planner.lineage import surviving_checkpoints
 from ninfer_jax.planner.options import ReplicaAction
 from ninfer_jax.planner.problem import Problem
 from ninfer_jax.planner.search_types import Assessment, Confirmation
 from ninfer_jax.planner.sources import ImageRule, TailRule
-from ninfer_jax.planner.state import checkpoints_of
 from ninfer_jax.planner.target import ABSENT, EVICT, KEEP, TargetBatch
 
 
@@ -103,7 +101,7 @@ def resolve(problem: Problem, target: TargetBatch) -> Resolution:
     if len(target) != 1:
         raise ValueError(f"resolve takes one target, got {len(target)}")
     which, codes = int(target.candidate[0]), target.codes[0]
-    source = problem.sources[which]
+    source = problem.source(which)
     absent = np.flatnonzero(codes == ABSENT).tolist()
     expected = [int(problem.source_victim[which])] if problem.source_victim[which] >= 0 else []
     if absent != expected:
@@ -258,12 +256,12 @@ def _logical(
         gone = np.flatnonzero((code > ABSENT) & (problem.options.alive[victim, code] >> rank & 1 == 0))
         dropped = rows[gone[np.lexsort((rank[gone], victim[gone]))]]
     released: list[int] = []
-    source = problem.sources[which]
+    source = problem.source(which)
     if source.consume:
         checkpoint = problem.candidates[which].checkpoint
         assert checkpoint is not None
-        mine = checkpoints_of(state, OwnerId(source.owner))
-        released = mine[~surviving_checkpoints(state, checkpoint)].tolist()
+        mine = holdings.checkpoints_of(source.owner)
+        released = mine[~surviving_checkpoints(state, checkpoint, mine)].tolist()
     evicted = problem.victims[np.flatnonzero(codes == EVICT)]
     return (
         tuple(dropped.tolist()),

@@ -20,6 +20,7 @@ from ninfer_jax.planner.search_steps import improve
 from ninfer_jax.planner.search_types import Budget, Clock
 from ninfer_jax.planner.search_values import (
     Found,
+    PressureDomain,
     Rejected,
     Rejection,
     SearchFunctions,
@@ -31,6 +32,7 @@ from ninfer_jax.planner.target import take
 
 __all__ = [
     "Found",
+    "PressureDomain",
     "Rejected",
     "Rejection",
     "SearchFunctions",
@@ -90,7 +92,7 @@ def _find_correctness_incumbent(session: Session) -> bool:
         climb_ladder(session)
         if session.best is not None:
             return False
-    if not session.assess_mandatory(take(session.round.maximal, np.array([0])))[0]:
+    if not session.assess_mandatory(take(session.domain.maximal, np.array([0])))[0]:
         # a source that protected owners keep resident may need less than root does
-        session.assess_mandatory(session.round.maximal)
+        session.assess_mandatory(session.domain.maximal)
     return session.best is not None

@@ -9,6 +9,7 @@ Letters: B targets, V victims, K options.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -18,6 +19,7 @@ from ninfer_jax.planner.search_model import Picture
 from ninfer_jax.planner.search_types import Assessment, Budget, Clock
 from ninfer_jax.planner.search_values import (
     Found,
+    PressureDomain,
     Rejected,
     Rejection,
     SearchFunctions,
@@ -101,6 +103,11 @@ class Session:
         self.phase = SearchPhase.NONE
         mixed = np.arange(1, self.num_victims + 2, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         self.weights = ((mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)).view(np.int64)
+
+    @cached_property
+    def domain(self) -> PressureDomain:
+        """The pressure domain of the round, made when somebody is first put under pressure."""
+        return self.round.domain()
 
     @property
     def price_ns(self) -> int:
@@ -308,10 +315,13 @@ class Session:
         self, targets: TargetBatch, assessment: Assessment, prices: np.ndarray, can: np.ndarray
     ) -> None:
         """Keeps the most interesting target of every candidate."""
+        if not len(targets):
+            return
         missing = assessment.residual.sum(1)
-        for d in np.unique(targets.candidate).tolist():
-            mine = np.flatnonzero(targets.candidate == d)
-            row = int(mine[np.lexsort((prices[mine], missing[mine], ~can[mine]))[0]])
+        order = np.lexsort((prices, missing, ~can, targets.candidate))
+        which = targets.candidate[order]
+        firsts = order[np.flatnonzero(np.diff(which, prepend=-1))]
+        for d, row in zip(targets.candidate[firsts].tolist(), firsts.tolist(), strict=True):
             key = (int(not can[row]), int(missing[row]), int(prices[row]))
             if d in self.notes and key >= self.notes[d].best_key:
                 continue

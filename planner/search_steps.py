@@ -108,7 +108,7 @@ def _strongest(session: Session, candidate: CandidateNotes) -> TargetBatch:
     """Returns the target in which every owner goes, or is demoted where the licence forbids that."""
     assert candidate.picture is not None
     is_open, codes = candidate.picture.is_open, candidate.identity.target.codes[0]
-    preserve = session.round.preserve_codes
+    preserve = session.domain.preserve_codes
     preserved = np.where(is_open[np.arange(len(codes)), preserve], preserve, codes)
     return make_targets(candidate.index, np.where(is_open[:, EVICT], EVICT, preserved))
 

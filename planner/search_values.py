@@ -8,10 +8,10 @@ Letters: D candidates, V victims, R axes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-import jax
 import numpy as np
 from ninfer_jax.planner.allowance import StopReason
 from ninfer_jax.planner.search_types import (
@@ -45,26 +45,37 @@ class Rejection(Enum):
 
 
 @dataclass(frozen=True, eq=False)
+class PressureDomain:
+    """What a search asks for once it puts somebody under pressure.
+
+    Attributes:
+        maximal: one target per candidate that releases all it may.
+        preserve_codes: int32[V], option that demotes the whole owner to Host, KEEP where there is none; only
+            the recency ladder and what it leaves unlicensed use it.
+    """
+
+    maximal: TargetBatch
+    preserve_codes: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
 class SearchRound:
     """What a search is told about one round.
 
     Attributes:
         identities: one target per candidate, root first.
-        maximal: one target per candidate that releases all it may.
         capacity: int32[R], to read the assessments' occupancy.
         improvable: bool[D], candidates whose identity fits but could get cheaper by pressure (G-2).
-        recency: int64[V], newest hit or publication of each victim, -1 for none; None switches G-7 off.
-        preserve_codes: int32[V], option that demotes the whole owner to Host, KEEP where there is none; only
-            the recency ladder and what it leaves unlicensed use it.
         num_options: option codes are below this.
+        domain: makes the pressure domain; never called if the identities settle the round (G-2).
+        recency: int64[V], newest hit or publication of each victim, -1 for none; None switches G-7 off.
     """
 
     identities: TargetBatch
-    maximal: TargetBatch
     capacity: np.ndarray
     improvable: np.ndarray
-    preserve_codes: np.ndarray
     num_options: int
+    domain: Callable[[], PressureDomain]
     recency: np.ndarray | None = None
 
 
@@ -127,12 +138,12 @@ class SearchResult:
     licensed: np.ndarray
 
 
-def rows_of(assessment: Assessment, rows: np.ndarray) -> Assessment:
-    """Returns the assessment of some rows (indices or a mask)."""
-    return jax.tree.map(lambda a: a[rows], assessment)
+def rows_of(assessment: Assessment, rows: np.ndarray | slice) -> Assessment:
+    """Returns the assessment of some rows (indices, a mask or a slice)."""
+    return Assessment(**{name: array[rows] for name, array in vars(assessment).items()})
 
 
 def found_at(targets: TargetBatch, assessment: Assessment, price_ns: int, row: int) -> Found:
     """Returns one row of an assessed batch."""
-    one = np.array([row])
+    one = slice(row, row + 1)
     return Found(take(targets, one), rows_of(assessment, one), price_ns)

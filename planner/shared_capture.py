@@ -14,6 +14,7 @@ from typing import Final, Protocol
 import numpy as np
 from ninfer_jax.planner.search import (
     Found,
+    PressureDomain,
     SearchFunctions,
     SearchResult,
     SearchRound,
@@ -97,14 +98,9 @@ def plan_shared_capture(
 
 def _search(scenario: CaptureScenario, max_targets: int) -> SearchResult:
     identity = scenario.identity
-    round_ = SearchRound(
-        identity,
-        scenario.maximal if scenario.may_degrade else identity,
-        scenario.capacity,
-        np.zeros(1, bool),
-        np.full(identity.codes.shape[1], KEEP, np.int32),
-        scenario.num_options,
-    )
+    keep_all = np.full(identity.codes.shape[1], KEEP, np.int32)
+    domain = PressureDomain(scenario.maximal if scenario.may_degrade else identity, keep_all)
+    round_ = SearchRound(identity, scenario.capacity, np.zeros(1, bool), scenario.num_options, lambda: domain)
 
     def price(targets: TargetBatch, assessment: Assessment) -> np.ndarray:
         return _ZERO_GAIN - scenario.net_gain(targets, assessment)

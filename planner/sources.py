@@ -17,10 +17,9 @@ from enum import IntEnum
 
 import numpy as np
 from ninfer_jax.planner.candidate import Candidate, Disposition
-from ninfer_jax.planner.holders import Holdings
+from ninfer_jax.planner.holders import Holdings, Objects
 from ninfer_jax.planner.ids import NO_OWNER, OwnerKind
 from ninfer_jax.planner.lineage import surviving_checkpoints
-from ninfer_jax.planner.options import MAX_CHECKPOINTS
 
 
 class TailRule(IntEnum):
@@ -57,22 +56,59 @@ class SourceView:
     image_rule: ImageRule
 
 
-def make_sources(holdings: Holdings, candidates: Sequence[Candidate]) -> tuple[SourceView, ...]:
-    """Returns the view of every candidate's source.
+def check_candidates(holdings: Holdings, candidates: Sequence[Candidate]) -> None:
+    """Returns None if every candidate can be planned.
 
     Raises:
         ValueError: if a source is not a live inactive checkpoint, a consumed one is shared or protected, or a
             request asks for another number of pools than the state has.
     """
-    pools = holdings.state.capacity.num_pools
-    views = []
+    state, pools = holdings.state, holdings.state.capacity.num_pools
     for i, candidate in enumerate(candidates):
         asked = len(candidate.request.capacity_tokens)
         if asked != pools:
             raise ValueError(f"candidate {i} asks for {asked} pools, the state has {pools}")
-        is_root = candidate.checkpoint is None
-        views.append(_root_view(pools) if is_root else _source_view(holdings, i, candidate))
-    return tuple(views)
+        source = candidate.checkpoint
+        if source is None:
+            continue
+        inside = 0 <= source < len(state.checkpoint_owner)
+        owner = int(state.checkpoint_owner[source]) if inside else NO_OWNER
+        kind = OwnerKind.FREE if owner == NO_OWNER else int(state.owner_kind[owner])
+        if kind not in (int(OwnerKind.PRIVATE), int(OwnerKind.SHARED)):
+            raise ValueError(f"candidate {i}: checkpoint row {source} belongs to no inactive owner")
+        is_bound = not holdings.may_go[owner] or kind == int(OwnerKind.SHARED)
+        if candidate.disposition == Disposition.CONSUME and is_bound:
+            raise ValueError(f"candidate {i}: owner {owner} is shared or protected and cannot be consumed")
+
+
+def tail_rule(objects: Objects, obj: int, consume: bool) -> TailRule:
+    """Returns what happens to the partial tail page `obj`."""
+    # whether an owner outside the domain holds it too; a protected source itself counts as such
+    if not consume or objects.fixed_device[obj] or objects.fixed_host[obj]:
+        return TailRule.COPY
+    return TailRule.BY_OTHERS if objects.class_of[obj] >= 0 else TailRule.IN_PLACE
+
+
+def image_rule(holdings: Holdings, owner: int, image: int, *, stays: bool) -> ImageRule:
+    """Returns how the sequence gets the state from `image`.
+
+    Args:
+        stays: whether a surviving checkpoint of the source refers to it.
+    """
+    objects = holdings.objects
+    if stays or objects.fixed_device[image] or objects.fixed_host[image] or not holdings.may_go[owner]:
+        return ImageRule.FORK
+    return ImageRule.BY_OTHERS if objects.class_of[image] >= 0 else ImageRule.MOVE
+
+
+def surviving_bits(holdings: Holdings, candidate: Candidate, owner: int) -> int:
+    """Returns the source's checkpoints that stay, bit k for rank k; all of them if it is retained."""
+    if candidate.disposition != Disposition.CONSUME:
+        return -1
+    assert candidate.checkpoint is not None
+    rows = holdings.checkpoints_of(owner)
+    stays = surviving_checkpoints(holdings.state, int(candidate.checkpoint), rows).tolist()
+    return sum(1 << k for k, stay in enumerate(stays) if stay)
 
 
 def _root_view(pools: int) -> SourceView:
@@ -83,17 +119,14 @@ def _root_view(pools: int) -> SourceView:
     )
 
 
-def _source_view(holdings: Holdings, i: int, candidate: Candidate) -> SourceView:
-    assert candidate.checkpoint is not None
+def source_view(holdings: Holdings, candidate: Candidate) -> SourceView:
+    """Returns the view of one candidate's source; the candidate is checked already."""
+    if candidate.checkpoint is None:
+        return _root_view(holdings.state.capacity.num_pools)
     state, entries, objects = holdings.state, holdings.entries, holdings.objects
     source = int(candidate.checkpoint)
-    owner = int(state.checkpoint_owner[source]) if 0 <= source < len(state.checkpoint_owner) else NO_OWNER
-    if owner == NO_OWNER or state.owner_kind[owner] not in (OwnerKind.PRIVATE, OwnerKind.SHARED):
-        raise ValueError(f"candidate {i}: checkpoint row {source} belongs to no inactive owner")
+    owner = int(state.checkpoint_owner[source])
     consume = candidate.disposition == Disposition.CONSUME
-    if consume and (not holdings.may_go[owner] or state.owner_kind[owner] == OwnerKind.SHARED):
-        raise ValueError(f"candidate {i}: owner {owner} is shared or protected and cannot be consumed")
-
     image_rows, run_rows = holdings.entries_of(owner)
     runs, end = entries.obj[run_rows], entries.end[run_rows]
     base = state.checkpoint_kv_tokens[source]
@@ -105,24 +138,14 @@ def _source_view(holdings: Holdings, i: int, candidate: Candidate) -> SourceView
     if partial.any():
         for e in np.flatnonzero(partial[pool_of] & (entries.start[run_rows] == full[pool_of])).tolist():
             obj, pool = int(runs[e]), int(pool_of[e])
-            tails[pool], rules[pool] = obj, _tail_rule(holdings, obj, consume)
+            tails[pool], rules[pool] = obj, tail_rule(objects, obj, consume)
             need[e] = rules[pool] == TailRule.IN_PLACE
 
     images = entries.obj[image_rows]
-    held = np.ones(len(images), bool)
-    if consume:
-        stays = surviving_checkpoints(state, source)
-        alive = sum(1 << k for k in range(min(len(stays), MAX_CHECKPOINTS + 1)) if stays[k])
-        held = (entries.bits[image_rows] & np.int64(alive)) != 0
+    held = (entries.bits[image_rows] & surviving_bits(holdings, candidate, owner)) != 0
     image = int(state.checkpoint_image[source])
     chosen = images == image
-    fixed = objects.fixed_device[image] or objects.fixed_host[image]
-    if fixed or not holdings.may_go[owner] or (held & chosen).any():
-        rule = ImageRule.FORK
-    elif objects.class_of[image] >= 0:
-        rule = ImageRule.BY_OTHERS
-    else:
-        rule = ImageRule.MOVE
+    rule = image_rule(holdings, owner, image, stays=bool((held & chosen).any()))
     moves = chosen & (rule == ImageRule.MOVE)
     kept = np.full(len(runs), not consume)
     obj = np.concatenate([runs, images])
@@ -138,11 +161,3 @@ def _source_view(holdings: Holdings, i: int, candidate: Candidate) -> SourceView
         image,
         rule,
     )
-
-
-def _tail_rule(holdings: Holdings, obj: int, consume: bool) -> TailRule:
-    objects = holdings.objects
-    # whether an owner outside the domain holds it too; a protected source itself counts as such
-    if not consume or objects.fixed_device[obj] or objects.fixed_host[obj]:
-        return TailRule.COPY
-    return TailRule.BY_OTHERS if objects.class_of[obj] >= 0 else TailRule.IN_PLACE

@@ -38,8 +38,8 @@ def make_targets(candidate: np.ndarray | int, codes: np.ndarray) -> TargetBatch:
     return TargetBatch(which, codes)
 
 
-def take(targets: TargetBatch, rows: np.ndarray) -> TargetBatch:
-    """Returns the targets of `rows` (indices or a mask)."""
+def take(targets: TargetBatch, rows: np.ndarray | slice) -> TargetBatch:
+    """Returns the targets of `rows` (indices, a mask or a slice)."""
     return TargetBatch(targets.candidate[rows], targets.codes[rows])
 
 

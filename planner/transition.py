@@ -132,7 +132,7 @@ def _steps(
     problem: Problem, resolution: Resolution, recipe: Recipe, starts: tuple[int, ...]
 ) -> tuple[Step, ...]:
     state, images = problem.state, len(problem.state.image_live)
-    source = problem.sources[resolution.candidate]
+    source = problem.source(resolution.candidate)
     pieces = resolution.pieces
     s, a = StageName, Action
     steps: list[Step] = []

@@ -17,15 +17,18 @@ from ninfer_jax.planner.holders import make_holdings
 from ninfer_jax.planner.post_state import apply
 from ninfer_jax.planner.problem import make_problem
 from ninfer_jax.planner.projection import assess, assess_numpy, project_batch
+from ninfer_jax.planner.sparse_projection import assess_sparse, make_sparse_tables
+from ninfer_jax.planner.successors import make_successor_tables, successors
 from ninfer_jax.planner.target import take
 
 PHYSICAL = [
     "ids", "capacity", "extents", "state", "rows", "operations", "invariants", "work", "candidate",
     "target", "options", "option_sizes", "lineage", "holders", "contributions", "sources", "needs",
     "tables", "problem", "identity", "projection", "stages", "resolution", "outcomes", "successors",
-    "search_types", "functions", "plan", "transition", "readiness", "backfill",
+    "search_types", "functions", "plan", "transition", "readiness", "backfill", "cells",
+    "class_patterns", "sparse_projection",
 ]  # fmt: skip
-VALUE = {"cost", "portfolio", "search", "shared_capture"}
+VALUE = {"cost", "portfolio", "round_facts", "savings", "losses", "search", "shared_capture"}
 BANNED = {"time", "random", "logging", "flax", "orbax", "jax.experimental", "jax.random", "numpy.random"}
 
 
@@ -63,6 +66,24 @@ def test_identities_are_assessed_without_tables(naive):
         chex.assert_trees_all_equal(got, assess(problem, identities))
         reverse = np.arange(len(identities))[::-1]
         chex.assert_trees_all_equal(assess_numpy(problem, take(identities, reverse)), rows_of(got, reverse))
+
+
+def test_neighbours_are_assessed_from_their_differences(naive):
+    """`assess_sparse` gives the projection's bits for any batch: scattered targets and neighbourhoods."""
+    for seed in range(20):
+        rng = random.Random(seed)
+        state = naive.random_state(seed, apply=apply, make_problem=make_problem)
+        problem = make_problem(state, naive.random_candidates(state, rng))
+        sparse = make_sparse_tables(problem)
+        targets = naive.random_targets(problem, rng, 30)
+        around = successors(
+            make_successor_tables(problem),
+            take(targets, slice(0, 1)),
+            residual=np.zeros_like(problem.tables.used0),
+        )
+        for batch in (targets, take(targets, slice(0, 1)), take(targets, slice(0, 2)), around):
+            if len(batch):
+                chex.assert_trees_all_equal(assess_sparse(sparse, batch), assess_numpy(problem, batch))
 
 
 def test_holdings_of_another_state_are_refused(naive):
