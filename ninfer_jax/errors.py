@@ -44,6 +44,14 @@ class StaleHandleError(NinferError):
     """A handle's generation no longer matches its slot; nothing was changed (R-12)."""
 
 
+class StalePlanError(NinferError):
+    """A plan was sealed against a state that is no longer the current one; it had no effect (X-2)."""
+
+
+class PlanConsumedError(NinferError):
+    """A sealed plan was started before; a plan runs once (X-1)."""
+
+
 class ContractError(NinferError):
     """A call came out of order or with values it may not have; it was refused before anything changed."""
 

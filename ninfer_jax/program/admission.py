@@ -24,3 +24,4 @@ class RequestWork:
     identity: PromptIdentity
     max_output_tokens: int  # effective: the caller has already applied every limit of its own
     sampling: LaneSampling
+    capture_frontiers: tuple[int, ...] = ()  # where prefill stops, so that a checkpoint can be taken

@@ -39,6 +39,17 @@ class CapacityVector:
     host_kv_bytes: int
 
     @property
+    def keeps_context(self) -> bool:
+        """Whether anything beyond the active requests can be kept."""
+        return self.num_state_slots > self.num_lanes or self.num_host_state_slots > 0
+
+    @property
+    def num_host_pages(self) -> int:
+        """Granules of the Host arena; one granule is one packed page of the main pool (K-7)."""
+        page_bytes = self.pools[0].page_bytes
+        return self.host_kv_bytes // page_bytes if page_bytes else 0
+
+    @property
     def row_pages(self) -> int:
         """Width of a block table, L = ceil(max_context / P)."""
         return pages_for(self.max_context_tokens)

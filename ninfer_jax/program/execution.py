@@ -26,9 +26,17 @@ from ninfer_jax.model.sampling import SamplerState, make_sampler_state, sample, 
 from ninfer_jax.model.transformer import decode_step, logits_from_tail, prefill_chunk
 from ninfer_jax.program.capacity import CapacityVector, PoolKind
 from ninfer_jax.program.compilation import CompileCounter
-from ninfer_jax.program.executor import ZERO_STATE, Logprobs, PrefillInputs
+from ninfer_jax.program.executor import ZERO_STATE, Logprobs, Mover, NoMover, PrefillInputs
+from ninfer_jax.program.host_tier import HostTier
 from ninfer_jax.program.lane_sampling import LaneSampling, dense_bias, token_mask
 from ninfer_jax.program.memory_table import SAMPLER, STATE_SLOTS, WEIGHTS, pool_axis
+from ninfer_jax.program.mover import (
+    CopyPrograms,
+    ModelMover,
+    copy_lowerings,
+    image_leaves,
+    packed_page,
+)
 from ninfer_jax.program.packing import (
     pack_prefill,
     pack_sampled,
@@ -65,6 +73,7 @@ class Programs:
     draw_from_tail: Mapping[int, jax.stages.Compiled]  # by B
     set_lane: jax.stages.Compiled
     attention_backend: Backend = "xla"  # what decode and prefill were compiled with
+    copies: CopyPrograms | None = None  # None where nothing is ever kept
 
     def all(self) -> dict[str, jax.stages.Compiled]:
         """Returns every program by a readable name."""
@@ -73,6 +82,7 @@ class Programs:
             **{f"prefill {size}": program for size, program in self.prefill.items()},
             **{f"draw from tail {size}": program for size, program in self.draw_from_tail.items()},
             "set lane": self.set_lane,
+            **({} if self.copies is None else self.copies.all()),
         }
 
 
@@ -108,6 +118,7 @@ def _whole(counts: jax.Array, lanes: SamplerState) -> SamplerState:
 
 def compile_programs(
     model: LoadedModel,
+    spec: CacheSpec,
     weights: WeightBundle,
     buffers: Buffers,
     eos_mask: jax.Array,
@@ -121,6 +132,7 @@ def compile_programs(
 
     Args:
         model: its module is rebuilt from traced leaves, so weights are arguments, not constants.
+        spec: the layout of pages and state images.
         weights: of this model.
         buffers: give the shapes; nothing is run.
         eos_mask: bool[V].
@@ -189,7 +201,7 @@ def compile_programs(
     arrays, cache, counts, lanes = weights.arrays, buffers.cache, buffers.counts, buffers.lanes
     flags = jax.ShapeDtypeStruct((vocab_size,), jnp.bool_)
     bias = jax.ShapeDtypeStruct((vocab_size,), jnp.float32)
-    lowerings: dict[tuple[str, int], Callable[[], jax.stages.Lowered]] = {}
+    lowerings: dict[tuple[str, int | str], Callable[[], jax.stages.Lowered]] = {}
     for size in range(1, capacity.num_lanes + 1):
         lowerings["decode", size] = lambda size=size: jit_decode.lower(
             arrays, eos_mask, lanes, cache, counts, ints(size, ROW_WIDTH + width)
@@ -202,7 +214,10 @@ def compile_programs(
         arrays, eos_mask, lanes, cache, counts, ints(1, ROW_WIDTH + width)
     )
     lowerings["set_lane", 1] = lambda: jit_set_lane.lower(counts, lanes, ints(), bias, flags, flags)
+    if capacity.keeps_context:
+        lowerings |= {("copy", field): lower for field, lower in copy_lowerings(cache, spec).items()}
     compiled = _compile_all(lowerings, progress)
+    copies = {field: program for (kind, field), program in compiled.items() if kind == "copy"}
     return Programs(
         decode={size: program for (kind, size), program in compiled.items() if kind == "decode"},
         prefill={size: program for (kind, size), program in compiled.items() if kind == "prefill"},
@@ -211,19 +226,20 @@ def compile_programs(
         },
         set_lane=compiled["set_lane", 1],
         attention_backend=attention_backend,
+        copies=CopyPrograms(**{str(field): program for field, program in copies.items()}) if copies else None,
     )
 
 
 def _compile_all(
-    lowerings: Mapping[tuple[str, int], Callable[[], jax.stages.Lowered]], progress: Progress | None
-) -> dict[tuple[str, int], jax.stages.Compiled]:
+    lowerings: Mapping[tuple[str, int | str], Callable[[], jax.stages.Lowered]], progress: Progress | None
+) -> dict[tuple[str, int | str], jax.stages.Compiled]:
     """Returns each program compiled, one after the other.
 
     Not in parallel threads: on CPU the process once died inside a compiler that ran beside two others, and on
     an accelerator the compiler measures kernels on the device. The persistent cache is what makes the next
     start fast.
     """
-    compiled: dict[tuple[str, int], jax.stages.Compiled] = {}
+    compiled: dict[tuple[str, int | str], jax.stages.Compiled] = {}
     for key, lower in lowerings.items():
         compiled[key] = lower().compile()
         if progress is not None:
@@ -271,6 +287,7 @@ class ModelExecutor:
         make_buffers_fn: Callable[[], Buffers],
         capacity: CapacityVector,
         counter: CompileCounter,
+        host: HostTier | None = None,
     ) -> None:
         self._weights = weights
         self._vocab_size = eos_mask.shape[0]
@@ -281,6 +298,15 @@ class ModelExecutor:
         self._capacity = capacity
         self._counter = counter
         self._buckets = tuple(sorted(programs.prefill))
+        self._mover: ModelMover | None = None
+        if programs.copies is not None and host is not None:
+            self._mover = ModelMover(
+                programs.copies,
+                host,
+                counter,
+                take_cache=lambda: self._open_buffers().cache,
+                put_cache=self._put_cache,
+            )
 
     @property
     def compilations_after_warmup(self) -> int:
@@ -291,6 +317,14 @@ class ModelExecutor:
     def attention_backend(self) -> Backend:
         """Which attention kernels the programs were compiled with."""
         return self._programs.attention_backend
+
+    @property
+    def mover(self) -> Mover:
+        """Moves pages and images of these buffers."""
+        return NoMover() if self._mover is None else self._mover
+
+    def _put_cache(self, cache: Cache) -> None:
+        self._open_buffers().cache = cache
 
     @property
     def programs(self) -> Programs:
@@ -358,7 +392,9 @@ class ModelExecutor:
         if self._buffers is None:
             return {}
         cache = self._buffers.cache
+        host = {} if self._mover is None else self._mover.host.num_bytes
         return {
+            **host,
             WEIGHTS: _num_bytes(self._weights.arrays),
             pool_axis(PoolKind.MAIN.value): _num_bytes((cache.k_pages, cache.v_pages)),
             STATE_SLOTS: _num_bytes((cache.recurrent, cache.conv, cache.tail_hidden)),
@@ -441,6 +477,7 @@ def make_model_executor(
         weights = make_weight_bundle(model.leaves)
         programs = compile_programs(
             model,
+            spec,
             weights,
             buffers,
             eos_mask,
@@ -458,6 +495,14 @@ def make_model_executor(
         make_buffers_fn=fresh_buffers,
         capacity=capacity,
         counter=counter,
+        host=HostTier(
+            capacity.num_host_pages,
+            capacity.num_host_state_slots,
+            page=packed_page(spec),
+            image=image_leaves(buffers.cache),
+        )
+        if capacity.keeps_context
+        else None,
     )
     _warm_up(executor, capacity)
     counter.start()
@@ -486,3 +531,17 @@ def _warm_up(executor: ModelExecutor, capacity: CapacityVector) -> None:
     drawn = executor.draw_from_tail(rows.copy([row])).tokens()
     rows.feed_next(row, int(drawn[0]), step=1)
     executor.decode(rows.copy([row])).tokens()
+    if capacity.keeps_context:
+        _warm_up_copies(executor.mover, capacity)
+
+
+def _warm_up_copies(mover: Mover, capacity: CapacityVector) -> None:
+    last = capacity.num_state_slots - 1
+    mover.copy_image(0, last)
+    mover.copy_page(0, 0)
+    if capacity.num_host_pages:
+        mover.copy_pages_out([0], [0]).finish()
+        mover.copy_pages_in([0], [0])
+    if capacity.num_host_state_slots:
+        mover.copy_image_out(0, 0).finish()
+        mover.copy_image_in(0, last)

@@ -7,12 +7,13 @@ Letters: B rows of a step, T tokens of a chunk, W width of a block table, K = 20
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import numpy as np
 
+from ninfer_jax.errors import InvariantError
 from ninfer_jax.program.lane_sampling import LaneSampling
 
 # A read slot that names no slot: the step begins from zero state (root).
@@ -52,6 +53,56 @@ class StepResult(Protocol):
         ...
 
 
+class Transfer(Protocol):
+    """A copy to Host under way."""
+
+    def is_ready(self) -> bool:
+        """Whether `finish` would not have to wait."""
+        ...
+
+    def finish(self) -> None:
+        """Waits, and puts the bytes where they belong."""
+        ...
+
+
+class Mover(Protocol):
+    """Moves pages and state images. Host granules are pages of the arena.
+
+    Copies to Host are polled; the others are queued before every later step.
+    """
+
+    def copy_pages_out(self, pages: Sequence[int], granules: Sequence[int]) -> Transfer:
+        """Starts to copy Device pages to Host."""
+        ...
+
+    def copy_pages_in(self, granules: Sequence[int], pages: Sequence[int]) -> None:
+        """Copies Host pages to Device."""
+        ...
+
+    def copy_page(self, source: int, destination: int) -> None:
+        """Copies one Device page onto another."""
+        ...
+
+    def copy_image_out(self, slot: int, host_slot: int) -> Transfer:
+        """Starts to copy a state image to Host."""
+        ...
+
+    def copy_image_in(self, host_slot: int, slot: int) -> None:
+        """Copies a Host image into a Device slot."""
+        ...
+
+    def copy_image(self, source: int, destination: int) -> None:
+        """Copies one Device slot onto another."""
+        ...
+
+
+class NoMover:
+    """Stands where nothing is ever kept, so that nothing is ever copied."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise InvariantError(f"{name} on an engine that was sized to keep nothing")
+
+
 class Executor(Protocol):
     """What Program needs from a device; the real one and the model-free one both satisfy it."""
 
@@ -63,6 +114,11 @@ class Executor(Protocol):
     @property
     def compilations_after_warmup(self) -> int:
         """Backend compilations since the executor was ready; anything but zero is a defect."""
+        ...
+
+    @property
+    def mover(self) -> Mover:
+        """Moves pages and images of these very buffers."""
         ...
 
     def set_lane(self, lane: int, sampling: LaneSampling, prompt_tokens: np.ndarray) -> None:

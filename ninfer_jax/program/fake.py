@@ -8,7 +8,7 @@ different tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +33,7 @@ from ninfer_jax.program.row_layout import (
 
 _MASK = (1 << 64) - 1
 _NUM_ALTERNATIVES = 20
+FAKE_PAGE_BYTES, FAKE_IMAGE_BYTES = 1024, 4096  # only prices and reports read them
 
 
 def mix(digest: int, value: int) -> int:
@@ -103,6 +104,23 @@ class FakeResult:
         )
 
 
+@dataclass(eq=False)
+class FakeTransfer:
+    """A copy to Host that needs some polls to arrive."""
+
+    polls_left: int
+    land: Callable[[], None]
+
+    def is_ready(self) -> bool:
+        """Whether enough polls went by."""
+        self.polls_left -= 1
+        return self.polls_left < 0
+
+    def finish(self) -> None:
+        """Stores what was read when the copy was started."""
+        self.land()
+
+
 class FakeExecutor:
     """Satisfies `Executor` without a model or a device.
 
@@ -110,8 +128,9 @@ class FakeExecutor:
         capacity: what a real executor would allocate.
         vocab_size: pseudo tokens are 0..vocab_size-1.
         verify: re-read the whole history through the block table in every step; linear in its length.
-        before_step: called with "set_lane", "prefill", "draw_from_tail" or "decode" before anything happens;
-            tests raise from it to play a device fault.
+        before_step: called with "set_lane", "prefill", "draw_from_tail", "decode" or "copy" before anything
+            happens; tests raise from it to play a device fault.
+        copy_polls: how often a copy to Host is found unfinished.
     """
 
     def __init__(
@@ -121,8 +140,10 @@ class FakeExecutor:
         vocab_size: int,
         verify: bool = False,
         before_step: Callable[[str], None] | None = None,
+        copy_polls: int = 0,
     ) -> None:
         self.capacity = capacity
+        self.copy_polls = copy_polls
         self.vocab_size = vocab_size
         self.verify = verify
         self.before_step = before_step
@@ -140,6 +161,11 @@ class FakeExecutor:
         """Nothing is ever compiled here."""
         return 0
 
+    @property
+    def mover(self) -> FakeExecutor:
+        """It moves its own pages and images."""
+        return self
+
     def reset(self) -> None:
         """Starts from empty pages, slots and lanes."""
         num_pages = self.capacity.pools[0].num_pages
@@ -147,6 +173,8 @@ class FakeExecutor:
         self._digests = [0] * self.capacity.num_state_slots
         self._covered = [0] * self.capacity.num_state_slots  # tokens fed into each slot
         self._lanes: dict[int, LaneSampling] = {}
+        self._host_pages = np.full((self.capacity.num_host_pages, PAGE_TOKENS, 2), -1, np.int64)
+        self._host_images = [(0, 0)] * self.capacity.num_host_state_slots  # digest, tokens covered
 
     def set_lane(self, lane: int, sampling: LaneSampling, prompt_tokens: np.ndarray) -> None:
         """Remembers the lane's numbers."""
@@ -183,6 +211,46 @@ class FakeExecutor:
             self._write(row[WRITE_SLOT], digest, length, table)
             drawn[index] = pseudo_token(digest, self._lanes[row[LANE]], row[STEP], self.vocab_size)
         return FakeResult(drawn)
+
+    def copy_pages_out(self, pages: Sequence[int], granules: Sequence[int]) -> FakeTransfer:
+        """Reads pages now, stores them when the copy is finished."""
+        self._enter("copy")
+        content, where = self._pages[list(pages)].copy(), list(granules)
+
+        def land() -> None:
+            self._host_pages[where] = content
+
+        return FakeTransfer(self.copy_polls, land)
+
+    def copy_pages_in(self, granules: Sequence[int], pages: Sequence[int]) -> None:
+        """Copies Host pages to Device."""
+        self._enter("copy")
+        self._pages[list(pages)] = self._host_pages[list(granules)]
+
+    def copy_page(self, source: int, destination: int) -> None:
+        """Copies one Device page onto another."""
+        self._enter("copy")
+        self._pages[destination] = self._pages[source]
+
+    def copy_image_out(self, slot: int, host_slot: int) -> FakeTransfer:
+        """Reads an image now, stores it when the copy is finished."""
+        self._enter("copy")
+        image = self._digests[slot], self._covered[slot]
+
+        def land() -> None:
+            self._host_images[host_slot] = image
+
+        return FakeTransfer(self.copy_polls, land)
+
+    def copy_image_in(self, host_slot: int, slot: int) -> None:
+        """Copies a Host image into a Device slot."""
+        self._enter("copy")
+        self._digests[slot], self._covered[slot] = self._host_images[host_slot]
+
+    def copy_image(self, source: int, destination: int) -> None:
+        """Copies one Device slot onto another."""
+        self._enter("copy")
+        self._digests[destination], self._covered[destination] = self._digests[source], self._covered[source]
 
     def allocated_bytes(self) -> Mapping[str, int]:
         """Returns what a real executor of this capacity would hold."""
@@ -244,6 +312,10 @@ def open_fake_program(
     vocab_size: int = 64,
     verify: bool = False,
     before_step: Callable[[str], None] | None = None,
+    host_state_slots: int = 0,
+    host_pages: int = 0,
+    copy_polls: int = 0,
+    on_operation: Callable[[str], None] | None = None,
 ) -> Program:
     """Returns a Program over a `FakeExecutor`.
 
@@ -256,6 +328,9 @@ def open_fake_program(
         vocab_size: see `FakeExecutor`, like the two below.
         verify: re-read the whole history in every step.
         before_step: called before every device operation; may raise.
+        host_state_slots, host_pages: sizes of the Host tier.
+        copy_polls: see `FakeExecutor`.
+        on_operation: see `Program`.
     """
     if num_pages is None:
         num_pages = num_lanes * pages_for(max_context_tokens)
@@ -263,11 +338,18 @@ def open_fake_program(
         num_lanes=num_lanes,
         max_context_tokens=max_context_tokens,
         num_state_slots=num_lanes + extra_state_slots,
-        state_image_bytes=0,
-        pools=(PoolCapacity(PoolKind.MAIN, num_pages, page_bytes=0),),
-        num_host_state_slots=0,
-        host_kv_bytes=0,
+        state_image_bytes=FAKE_IMAGE_BYTES,
+        pools=(PoolCapacity(PoolKind.MAIN, num_pages, FAKE_PAGE_BYTES),),
+        num_host_state_slots=host_state_slots,
+        host_kv_bytes=host_pages * FAKE_PAGE_BYTES,
     )
-    executor = FakeExecutor(capacity, vocab_size=vocab_size, verify=verify, before_step=before_step)
-    memory = MemoryTable((), free_bytes=0, headroom_bytes=0)
-    return Program(capacity, executor, prefill_chunk_tokens=prefill_chunk_tokens, memory=memory)
+    executor = FakeExecutor(
+        capacity, vocab_size=vocab_size, verify=verify, before_step=before_step, copy_polls=copy_polls
+    )
+    return Program(
+        capacity,
+        executor,
+        prefill_chunk_tokens=prefill_chunk_tokens,
+        memory=MemoryTable((), free_bytes=0, headroom_bytes=0),
+        on_operation=on_operation,
+    )

@@ -12,6 +12,8 @@ WEIGHTS = "weights"
 SAMPLER = "sampler"
 STATE_SLOTS = "state_slots"
 SCRATCH = "scratch"
+HOST_PAGES = "host_kv_pages"
+HOST_STATES = "host_state_slots"
 
 
 def pool_axis(kind: str) -> str:
@@ -43,6 +45,7 @@ class MemoryTable:
     rows: tuple[MemoryRow, ...]
     free_bytes: int  # F, before anything was allocated
     headroom_bytes: int  # R, left to others
+    host_rows: tuple[MemoryRow, ...] = ()  # the Host tier, billed apart from the device (F-3)
 
     @property
     def planned_bytes(self) -> int:
@@ -51,10 +54,13 @@ class MemoryTable:
 
     def with_allocated(self, allocated: Mapping[str, int]) -> MemoryTable:
         """Returns the table with what an executor really holds filled in, by axis name."""
-        rows = (
-            replace(row, allocated_bytes=allocated.get(row.axis, row.allocated_bytes)) for row in self.rows
-        )
-        return replace(self, rows=tuple(rows))
+
+        def filled(rows: tuple[MemoryRow, ...]) -> tuple[MemoryRow, ...]:
+            return tuple(
+                replace(row, allocated_bytes=allocated.get(row.axis, row.allocated_bytes)) for row in rows
+            )
+
+        return replace(self, rows=filled(self.rows), host_rows=filled(self.host_rows))
 
     def as_dict(self) -> dict[str, object]:
         """Returns plain values for `--json`."""
@@ -67,7 +73,7 @@ class MemoryTable:
                     "planned_bytes": row.planned_bytes,
                     "allocated_bytes": row.allocated_bytes,
                 }
-                for row in self.rows
+                for row in (*self.rows, *self.host_rows)
             },
             "planned_bytes": self.planned_bytes,
             "free_bytes": self.free_bytes,
@@ -76,22 +82,27 @@ class MemoryTable:
 
     def render(self) -> str:
         """Returns the table as lines of text."""
-        lines = [f"{'axis':<14} {'units':>8}  {'unit':<12} {'each':>10} {'planned':>10} {'allocated':>10}"]
-        for row in self.rows:
-            allocated = "-" if row.allocated_bytes is None else format_bytes(row.allocated_bytes)
-            lines.append(
-                f"{row.axis:<14} {row.num_units:>8}  {row.unit:<12} {format_bytes(row.unit_bytes):>10} "
-                f"{format_bytes(row.planned_bytes):>10} {allocated:>10}"
-            )
+        lines = [f"{'axis':<16} {'units':>6}  {'unit':<12} {'each':>10} {'planned':>10} {'allocated':>10}"]
+        lines += [_line(row) for row in self.rows]
         known = [row.allocated_bytes for row in self.rows if row.allocated_bytes is not None]
         total = format_bytes(sum(known)) if known else "-"
         lines.append(
-            f"{'total':<14} {'':>8}  {'':<12} {'':>10} {format_bytes(self.planned_bytes):>10} {total:>10}"
+            f"{'total':<16} {'':>6}  {'':<12} {'':>10} {format_bytes(self.planned_bytes):>10} {total:>10}"
         )
         lines.append(
             f"free before start {format_bytes(self.free_bytes)}, headroom {format_bytes(self.headroom_bytes)}"
         )
+        if self.host_rows:
+            lines += ["host tier, its memory is committed as it fills", *map(_line, self.host_rows)]
         return "\n".join(lines)
+
+
+def _line(row: MemoryRow) -> str:
+    allocated = "-" if row.allocated_bytes is None else format_bytes(row.allocated_bytes)
+    return (
+        f"{row.axis:<16} {row.num_units:>6}  {row.unit:<12} {format_bytes(row.unit_bytes):>10} "
+        f"{format_bytes(row.planned_bytes):>10} {allocated:>10}"
+    )
 
 
 def format_bytes(num_bytes: int) -> str:

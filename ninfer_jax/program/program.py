@@ -1,64 +1,116 @@
-"""Owns all physical state of one engine: lanes, rows, state slots, pages, reservations and buffers.
+"""Owns the running sequences of one engine: their ledgers, lanes, rows, model steps and model transactions.
 
-It does not own request order, cache policy, text, stop rules or the clock. Nobody else holds a page id or a
-count of free units; the engine sees handles, answers and `occupancy()` (D-4, D-5).
+It does not own request order, cache policy, text, stop rules or the clock, nor the books of pages and
+images: `resources` holds those, and this is its only user. Nobody outside sees a page id or a count of free
+units; the engine sees handles, answers and `occupancy()` (D-4, D-5).
 
-Lifecycle of one sequence: `activate` reserves everything it can ever need (A-1), `prefill` and `decode`
-convert within that, `commit` advances the ledger, `terminate` ends it keeping the reservation (A-5),
-`discard` returns it.
+Lifecycle of one sequence: a sealed plan is `start`ed and stepped by `advance_transition` until it is stable
+(`activate` does both for a root start); `prefill` and `decode` convert what was reserved; `commit` advances
+the ledger; `terminate` ends it keeping the reservation (A-5); `finish` publishes it, `discard` releases it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 import numpy as np
 
 from ninfer_jax.errors import ContractError, InvariantError, StaleHandleError
-from ninfer_jax.options import PAGE_TOKENS
+from ninfer_jax.identity import PromptIdentity, extend_identity
+from ninfer_jax.planner.backfill import BackfillProof, BackfillRefused, prove_backfill
+from ninfer_jax.planner.candidate import Candidate, capture_candidate, make_request
+from ninfer_jax.planner.candidate import RequestWork as PlannedWork
+from ninfer_jax.planner.capacity import make_capacity
+from ninfer_jax.planner.extents import Blocked
+from ninfer_jax.planner.ids import CheckpointKind, CheckpointRef, OwnerId, OwnerKind, Revision, Tier
+from ninfer_jax.planner.plan import Aborted, Committed, Readiness, ResourcePlan
+from ninfer_jax.planner.post_state import Activation
+from ninfer_jax.planner.problem import Problem, identity_targets, make_problem
+from ninfer_jax.planner.readiness import gate
+from ninfer_jax.planner.rows import CheckpointSpec
+from ninfer_jax.planner.target import TargetBatch
+from ninfer_jax.planner.transition import seal
+from ninfer_jax.planner.work import prefill_work
 from ninfer_jax.program.admission import RequestWork
 from ninfer_jax.program.capacity import CapacityVector, pages_for
 from ninfer_jax.program.executor import ZERO_STATE, Executor, PrefillInputs, StepResult
+from ninfer_jax.program.history import Segment
 from ninfer_jax.program.memory_table import MemoryTable
-from ninfer_jax.program.pages import PageStore
 from ninfer_jax.program.pending import PendingBatch
+from ninfer_jax.program.resources import Resources, SharedCapture
 from ninfer_jax.program.row_layout import PROMPT_TOKENS, STEP, TOKEN
 from ninfer_jax.program.rows import ExecutionRows
 from ninfer_jax.program.sequence import Sequence, SequenceFacts, SequencePhase, StateBinding
 from ninfer_jax.program.slots import SlotPool
 from ninfer_jax.request import AdmissionStatus, SequenceHandle
+from ninfer_jax.reuse import ROOT_CHOICE, OwnerKey, OwnerSummary, SourceChoice, TransitionResult
+
+_STATUS = {
+    Readiness.PERMANENTLY_INFEASIBLE: AdmissionStatus.PERMANENTLY_INFEASIBLE,
+    Readiness.TEMPORARILY_BLOCKED: AdmissionStatus.TEMPORARILY_BLOCKED,
+    Readiness.NEEDS_TRANSFER: AdmissionStatus.NEEDS_TRANSFER,
+    Readiness.READY: AdmissionStatus.READY,
+}
 
 
 class Program:
     """The single holder of what physically exists; driven by one worker thread (Q-2).
 
     Every refused call raises before anything changed.
+
+    Args:
+        capacity: fixed at start (R-1).
+        executor: the device.
+        prefill_chunk_tokens: the longest chunk.
+        memory: planned bytes, for reports.
+        on_operation: told each physical operation before it happens; tests raise from it.
     """
 
     def __init__(
-        self, capacity: CapacityVector, executor: Executor, *, prefill_chunk_tokens: int, memory: MemoryTable
+        self,
+        capacity: CapacityVector,
+        executor: Executor,
+        *,
+        prefill_chunk_tokens: int,
+        memory: MemoryTable,
+        on_operation: Callable[[str], None] | None = None,
     ) -> None:
+        if len(capacity.pools) != 1:
+            # An execution row has one block table: a second pool's pages would overwrite the first one's.
+            raise InvariantError(f"got {len(capacity.pools)} page pools, an execution row maps exactly one")
         self._capacity = capacity
         self._executor = executor
         self._prefill_chunk_tokens = prefill_chunk_tokens
         self._memory = memory
         self._generations = [0] * capacity.num_lanes
-        self._revision = 0
         self._next_serial = 0
         self._closed = False
-        self._make_stores()
+        pool = capacity.pools[0]
+        self._resources = Resources(
+            make_capacity(
+                device_state_slots=capacity.num_state_slots,
+                device_pages=(pool.num_pages,),
+                host_state_slots=capacity.num_host_state_slots,
+                host_kv_granules=capacity.num_host_pages,
+                state_image_bytes=capacity.state_image_bytes,
+                page_bytes=(pool.page_bytes,),
+                granule_bytes=pool.page_bytes,
+                lanes=capacity.num_lanes,
+            ),
+            executor.mover,
+            on_operation=on_operation,
+        )
+        self._forget_sequences()
 
-    def _make_stores(self) -> None:
+    def _forget_sequences(self) -> None:
         capacity = self._capacity
-        if len(capacity.pools) != 1:
-            # An execution row has one block table: a second pool's pages would overwrite the first one's.
-            raise InvariantError(f"got {len(capacity.pools)} page pools, an execution row maps exactly one")
         self._lanes = SlotPool("lanes", capacity.num_lanes)
         self._rows = ExecutionRows(capacity.num_lanes, capacity.row_pages)
-        self._state_slots = SlotPool("state slots", capacity.num_state_slots)
-        self._pools = tuple(PageStore(pool) for pool in capacity.pools)
         self._active: dict[int, Sequence] = {}  # by lane
         self._open_batches: dict[int, PendingBatch] = {}  # by serial
+        self._starting: RequestWork | None = None  # whose materialisation is open
 
     # -- what exists -----------------------------------------------------------------------------------------
 
@@ -70,7 +122,12 @@ class Program:
     @property
     def resource_revision(self) -> int:
         """Grows when global free or reserved capacity changed, not by a request's own progress (R-11)."""
-        return self._revision
+        return self._resources.revision
+
+    @property
+    def has_open_transition(self) -> bool:
+        """Whether the one global transition is running (X-6)."""
+        return self._resources.transaction is not None
 
     @property
     def prefill_chunk_tokens(self) -> int:
@@ -92,20 +149,22 @@ class Program:
         return self._memory.with_allocated(self._executor.allocated_bytes())
 
     def occupancy(self) -> dict[str, int]:
-        """Returns used units per axis: unique allocations and concrete reservations (R-4); zero when idle."""
-        used = {
+        """Returns used units per axis: unique allocations and concrete reservations (R-4).
+
+        Zero when idle on an engine that keeps nothing; else what inactive owners hold.
+        """
+        self._sync()
+        units, pool = self._resources.occupancy(), self._capacity.pools[0].kind.value
+        return {
             "lanes": self._lanes.num_taken,
             "execution_rows": self._rows.pool.num_taken,
-            "state_slots": self._state_slots.num_taken,
-            "host_state_slots": 0,
-            "host_kv_bytes": 0,
+            "state_slots": units["device_state_slots"],
+            "host_state_slots": units["host_state_slots"],
+            "host_kv_pages": units["host_kv_granules"],
             "open_batches": len(self._open_batches),
+            f"{pool}_pages": units[f"device_{pool}_pages"],
+            f"{pool}_pages_reserved": units[f"device_{pool}_pages_reserved"],
         }
-        for store in self._pools:
-            name = f"{store.capacity.kind.value}_pages"
-            used[name] = store.num_mapped + store.num_reserved
-            used[f"{name}_reserved"] = store.num_reserved
-        return used
 
     def facts(self, handle: SequenceHandle) -> SequenceFacts:
         """Returns a picture of one active sequence.
@@ -114,82 +173,167 @@ class Program:
             StaleHandleError: if the handle is of an earlier activation.
         """
         sequence = self._get(handle)
+        mapped = pages_for(sequence.frontier_tokens)
+        table = self._rows.tables[sequence.row]
+        pages = table[table >= 0].tolist()
         return SequenceFacts(
             phase=sequence.phase,
             frontier_tokens=sequence.frontier_tokens,
             ledger_tokens=tuple(sequence.ledger_tokens[: sequence.num_ledger_tokens].tolist()),
             num_output_tokens=sequence.num_output_tokens,
-            decomposition=tuple(sequence.decomposition),
-            mapped_pages=tuple(tuple(space.mapped) for space in sequence.spaces),
-            reserved_pages=tuple(space.reserved_pages for space in sequence.spaces),
+            history=tuple(sequence.history),
+            mapped_pages=(tuple(pages[:mapped]),),
+            reserved_pages=(len(pages) - mapped,),
             state_slot=sequence.state.write_slot,
             row=sequence.row,
         )
 
-    # -- admission -------------------------------------------------------------------------------------------
+    def verify(self, ref: CheckpointRef, identity: PromptIdentity) -> bool:
+        """Returns whether a checkpoint lives, is valid and is exactly this prompt's prefix (C-1, C-5)."""
+        return self._resources.verify(ref, identity)
+
+    def summary(self, owner: OwnerId) -> OwnerSummary:
+        """Returns one owner with its checkpoints."""
+        return self._resources.summary(owner)
+
+    # -- planning --------------------------------------------------------------------------------------------
+
+    def problem(self, work: RequestWork, choices: Seq[SourceChoice]) -> Problem:
+        """Returns the planning round of one request on the current state (D-5).
+
+        Args:
+            work: the request.
+            choices: root first, then sources that `verify` accepted at this revision.
+        Raises:
+            StaleHandleError: if a source is gone.
+        """
+        self._require_open()
+        self._sync()
+        planned, candidates = self._planned(work), []
+        for ordinal, choice in enumerate(choices):
+            row = None if choice.ref is None else self._resources.find(choice.ref)
+            if choice.ref is not None and row is None:
+                raise StaleHandleError(f"{choice.ref} is gone; make the shortlist again")
+            candidates.append(Candidate(ordinal, row, choice.disposition, planned, choice.is_session_binding))
+        return make_problem(self._resources.state, candidates)
+
+    def _planned(self, work: RequestWork) -> PlannedWork:
+        return make_request(
+            len(work.identity.tokens),
+            work.max_output_tokens,
+            chunk_tokens=self._prefill_chunk_tokens,
+            rewrite_frontiers=(*work.identity.rewrite_execution_frontiers, *work.capture_frontiers),
+        )
+
+    def backfill(
+        self, problem: Problem, target: TargetBatch, *, head: RequestWork, donors: Seq[SequenceHandle]
+    ) -> BackfillProof | BackfillRefused:
+        """Returns the persistent backfill proof for a planned borrower (A-7)."""
+        owners = [self._get(donor).owner for donor in donors]
+        return prove_backfill(problem, target, head=self._planned(head), donors=owners)
 
     def assess(self, work: RequestWork) -> AdmissionStatus:
-        """Returns whether this request could become Active now; changes nothing (G-5, G-14)."""
+        """Returns whether this request could start from root as things stand; changes nothing (G-5, G-14)."""
         num_tokens = len(work.identity.tokens) + work.max_output_tokens
-        if num_tokens > self._capacity.max_context_tokens or any(
-            pages_for(num_tokens) > pool.num_pages for pool in self._capacity.pools
-        ):
+        if num_tokens > self._capacity.max_context_tokens:
             return AdmissionStatus.PERMANENTLY_INFEASIBLE
-        if self._lanes.num_free == 0 or self._rows.pool.num_free == 0 or self._state_slots.num_free == 0:
+        planned, state = self._planned(work), self._resources.state
+        early = gate(state, planned)
+        if early is not None:
+            return _STATUS[early]
+        problem = self.problem(work, [ROOT_CHOICE])
+        sealed = seal(problem, identity_targets(problem))
+        if sealed is None or isinstance(sealed, Blocked):
             return AdmissionStatus.TEMPORARILY_BLOCKED
-        if any(pages_for(num_tokens) > store.num_available for store in self._pools):
-            return AdmissionStatus.TEMPORARILY_BLOCKED
-        return AdmissionStatus.READY
+        return _STATUS[sealed.readiness]
+
+    # -- the one transition ----------------------------------------------------------------------------------
+
+    def start(self, plan: ResourcePlan, problem: Problem, target: TargetBatch, work: RequestWork) -> None:
+        """Opens the materialisation of a sealed plan (X-1, X-2).
+
+        Raises:
+            StalePlanError, PlanConsumedError, ContractError: nothing changed.
+        """
+        self._require_open()
+        _require_tokens(work)
+        if self._lanes.num_free == 0:
+            raise ContractError(f"all {self._capacity.num_lanes} lanes are in use")
+        self._resources.start(plan, problem, target, identity=work.identity)
+        self._starting = work
+
+    def advance_transition(self) -> TransitionResult | None:
+        """Carries the open transition on; None while copies are in flight, else its stable end (X-7, X-9)."""
+        landed = self._resources.step()
+        if landed is None:
+            return None
+        work, self._starting = self._starting, None
+        active = None
+        if landed.activation is not None:
+            assert work is not None, "only a materialisation activates"
+            active = self._open_sequence(landed.activation, work)
+        return TransitionResult(landed.outcome, active, landed.owners)
+
+    def cancel_transition(self) -> None:
+        """Asks the open transition to abort at its next stable boundary (Q-6)."""
+        self._resources.cancel()
 
     def activate(self, work: RequestWork) -> SequenceHandle:
-        """Returns the handle of a new active sequence, started from root with all it may need reserved.
-
-        Secured at once: a lane, an execution row, one state destination, and in every pool the pages of the
-        whole prompt plus the whole output (A-1). Nothing that runs later can fail for memory.
+        """Returns the handle of a new sequence that starts from root, with all it may need reserved (A-1).
 
         Raises:
             ContractError: if `assess` does not answer READY, or the request has no prompt or no output.
         """
         self._require_open()
-        num_prompt_tokens = len(work.identity.tokens)
-        if num_prompt_tokens < 1 or work.max_output_tokens < 1:
-            raise ContractError(
-                f"a request needs at least one prompt and one output token, got {num_prompt_tokens} and "
-                f"{work.max_output_tokens}"
-            )
+        _require_tokens(work)
         status = self.assess(work)
         if status is not AdmissionStatus.READY:
             raise ContractError(
                 f"activate needs a request that assess calls ready, this one is {status.value}"
             )
-        num_tokens = num_prompt_tokens + work.max_output_tokens
+        problem = self.problem(work, [ROOT_CHOICE])
+        target = identity_targets(problem)
+        plan = seal(problem, target)
+        assert isinstance(plan, ResourcePlan), "assess found that it fits"
+        self.start(plan, problem, target, work)
+        result = self.advance_transition()
+        if result is None or result.active is None:
+            raise InvariantError(f"a root start without pressure ended with {result}")
+        return result.active
+
+    def _open_sequence(self, activation: Activation, work: RequestWork) -> SequenceHandle:
+        owner, num_prompt_tokens = activation.owner, len(work.identity.tokens)
+        base = int(self._resources.state.owner_frontier[owner, 0])
         lane = self._lanes.take()
         self._generations[lane] += 1
-        write_slot = self._state_slots.take()
-        ledger_tokens = np.empty(num_tokens, np.int32)
+        ledger_tokens = np.empty(num_prompt_tokens + work.max_output_tokens, np.int32)
         ledger_tokens[:num_prompt_tokens] = work.identity.tokens
+        row = self._rows.lease(
+            lane=lane,
+            state_slot=activation.write_slot,
+            prompt_tokens=num_prompt_tokens,
+            rope_delta=work.identity.rope_delta,
+            sampling=work.sampling,
+        )
+        self._rows.append(row, 0, self._resources.block_table(owner))
         sequence = Sequence(
             handle=SequenceHandle(lane, self._generations[lane]),
+            owner=owner,
             work=work,
-            row=self._rows.lease(
-                lane=lane,
-                state_slot=write_slot,
-                prompt_tokens=num_prompt_tokens,
-                rope_delta=work.identity.rope_delta,
-                sampling=work.sampling,
-            ),
-            state=StateBinding(read_slot=None, write_slot=write_slot),
-            spaces=tuple(store.open(pages_for(num_tokens)) for store in self._pools),
+            row=row,
+            state=StateBinding(activation.read_slot, activation.write_slot),
             ledger_tokens=ledger_tokens,
             num_ledger_tokens=num_prompt_tokens,
+            frontier_tokens=base,
+            history=list(self._resources.history(owner)),
         )
         self._active[lane] = sequence
         try:
             self._executor.set_lane(lane, work.sampling, ledger_tokens[:num_prompt_tokens])
         except BaseException:
-            self._release(sequence)  # nobody has its handle yet
+            self._close_sequence(sequence)  # nobody has its handle yet
+            self._resources.release(owner)
             raise
-        self._revision += 1
         return sequence.handle
 
     # -- model steps -----------------------------------------------------------------------------------------
@@ -197,19 +341,32 @@ class Program:
     def prefill(self, handle: SequenceHandle) -> PendingBatch | None:
         """Returns None after one more chunk of the prompt, or the first drawn token after the last one.
 
-        A chunk ends at the chunk size, at the next rewrite frontier (C-7) or at the end of the prompt. Prompt
-        tokens are known, so a chunk is committed by running it; only the drawn token waits for `commit`.
+        A chunk ends at the chunk size, at the next rewrite frontier (C-7), where a capture is due, or at the
+        end of the prompt. Prompt tokens are known, so a chunk is committed by running it; only the drawn
+        token waits for `commit`. A prompt that a checkpoint covers whole runs no chunk at all.
 
         Raises:
             StaleHandleError, ContractError: before anything changed.
         """
         sequence = self._get(handle)
         self._require(sequence, SequencePhase.PREFILL)
-        identity = sequence.work.identity
-        start = sequence.frontier_tokens
-        end = self._chunk_end(start, len(identity.tokens), identity.rewrite_execution_frontiers)
-        self._map_up_to(sequence, end)
-        read_slot = sequence.state.read_slot
+        work, start = sequence.work, sequence.frontier_tokens
+        end = self._chunk_end(start, work)
+        if start < end:
+            self._run_chunk(sequence, start, end)
+            if end < len(work.identity.tokens):
+                return None
+        elif sequence.state.read_slot not in (None, sequence.state.write_slot):
+            assert sequence.state.read_slot is not None
+            self._executor.mover.copy_image(sequence.state.read_slot, sequence.state.write_slot)
+        self._settle_fork(sequence)
+        # The first token is drawn from the stored tail hidden by a program of its own: the head is compiled
+        # once instead of once per bucket, and a request that starts at this very frontier repeats the draw.
+        result = self._executor.draw_from_tail(self._rows.copy([sequence.row]))
+        return self._open_batch([sequence], fed_tokens=0, result=result)
+
+    def _run_chunk(self, sequence: Sequence, start: int, end: int) -> None:
+        identity, read_slot = sequence.work.identity, sequence.state.read_slot
         self._executor.prefill(
             PrefillInputs(
                 tokens=sequence.ledger_tokens[start:end].copy(),
@@ -220,20 +377,20 @@ class Program:
                 write_slot=sequence.state.write_slot,
             )
         )
-        sequence.state = StateBinding(sequence.state.write_slot, sequence.state.write_slot)
         sequence.frontier_tokens = end
-        sequence.decomposition.append((start, end - start))
-        if end < len(identity.tokens):
-            return None
-        # The first token is drawn from the stored tail hidden by a program of its own: the head is compiled
-        # once instead of once per bucket, and a later request that starts at this very frontier repeats the
-        # same draw.
-        result = self._executor.draw_from_tail(self._rows.copy([sequence.row]))
-        return self._open_batch([sequence], fed_tokens=0, result=result)
+        sequence.history.append(Segment(start, end - start, decoded=False))
+        self._settle_fork(sequence)
 
-    def _chunk_end(self, start: int, num_prompt_tokens: int, frontiers: Seq[int]) -> int:
-        end = min(start + self._prefill_chunk_tokens, num_prompt_tokens)
-        return min([end, *(frontier for frontier in frontiers if frontier > start)])
+    def _settle_fork(self, sequence: Sequence) -> None:
+        """After the first state-writing step a sequence reads what it writes (S-3)."""
+        write_slot = sequence.state.write_slot
+        if sequence.state.read_slot != write_slot:
+            sequence.state = StateBinding(write_slot, write_slot)
+
+    def _chunk_end(self, start: int, work: RequestWork) -> int:
+        end = min(start + self._prefill_chunk_tokens, len(work.identity.tokens))
+        stops = (*work.identity.rewrite_execution_frontiers, *work.capture_frontiers)
+        return min([end, *(stop for stop in stops if stop > start)])
 
     def decode(self, handles: Seq[SequenceHandle]) -> PendingBatch:
         """Returns one drawn token for each of exactly these sequences, uncommitted (Q-3).
@@ -248,21 +405,9 @@ class Program:
         rows = [sequence.row for sequence in sequences]
         if len(set(rows)) != len(rows):
             raise ContractError(f"decode got a sequence twice: {list(handles)}")
-        for sequence in sequences:
-            if sequence.frontier_tokens >= sequence.mapped_tokens:
-                self._map_up_to(sequence, sequence.frontier_tokens + 1)
-        # The rows stand ready: activation, prefill, page mapping and commits keep them.
+        # The rows stand ready: activation filled their block tables, commits keep the rest.
         result = self._executor.decode(self._rows.copy(rows))
         return self._open_batch(sequences, fed_tokens=1, result=result)
-
-    def _map_up_to(self, sequence: Sequence, num_tokens: int) -> None:
-        if num_tokens <= sequence.mapped_tokens:
-            return
-        for store, space in zip(self._pools, sequence.spaces, strict=True):
-            start_page = len(space.mapped)
-            added = store.grow(space, pages_for(num_tokens))
-            self._rows.append(sequence.row, start_page, added)
-        sequence.mapped_tokens = pages_for(num_tokens) * PAGE_TOKENS
 
     def _open_batch(self, sequences: Seq[Sequence], *, fed_tokens: int, result: StepResult) -> PendingBatch:
         serial = self._next_serial
@@ -287,7 +432,7 @@ class Program:
         Args:
             pending: an open batch of this program.
             accepted: per row the number of tokens taken; 0 means that the row was cancelled, and its sequence
-                can then only end, because its device state may be ahead of its ledger.
+                can then only end: what it fed is in its state, what it drew is not in its ledger.
 
         Raises:
             ContractError: if the batch was consumed before or a count is not in 0..produced; nothing changed.
@@ -305,13 +450,13 @@ class Program:
         for handle, count, token in zip(pending.handles, accepted, tokens, strict=True):
             sequence = self._active[handle.lane]
             sequence.open_batch = None
+            self._fed(sequence, pending.fed_tokens)
             if count == 0:
                 sequence.phase = SequencePhase.ENDING
                 continue
             sequence.ledger_tokens[sequence.num_ledger_tokens] = token
             sequence.num_ledger_tokens += 1
             sequence.num_output_tokens += 1
-            sequence.frontier_tokens += pending.fed_tokens
             sequence.phase = SequencePhase.DECODE_READY
             self._rows.feed_next(sequence.row, token, sequence.num_output_tokens)
 
@@ -326,12 +471,25 @@ class Program:
         for handle in pending.handles:
             sequence = self._active[handle.lane]
             sequence.open_batch = None
+            self._fed(sequence, pending.fed_tokens)
             sequence.phase = SequencePhase.ENDING
+
+    @staticmethod
+    def _fed(sequence: Sequence, num_tokens: int) -> None:
+        """Takes the fed ledger tokens into the frontier: KV and state hold them, whatever was drawn."""
+        if not num_tokens:
+            return
+        start, history = sequence.frontier_tokens, sequence.history
+        sequence.frontier_tokens += num_tokens
+        if history and history[-1].decoded:
+            history[-1] = Segment(history[-1].start_tokens, history[-1].num_tokens + num_tokens, True)
+        else:
+            history.append(Segment(start, num_tokens, True))
 
     # -- the end ---------------------------------------------------------------------------------------------
 
     def terminate(self, handle: SequenceHandle) -> None:
-        """Ends an active sequence; it keeps handle, lane and full reservation until `discard` (A-5, ACT-09).
+        """Ends an active sequence; it keeps handle, lane and full reservation (A-5, ACT-09).
 
         Raises:
             StaleHandleError, ContractError: if it has an open batch or was terminated before; nothing
@@ -343,30 +501,164 @@ class Program:
             raise ContractError(f"lane {handle.lane} was terminated before")
         sequence.phase = SequencePhase.TERMINAL_PENDING
 
+    def finish(self, handle: SequenceHandle) -> TransitionResult:
+        """Publishes a terminated sequence: its committed state becomes the endpoint of a continuation (A-5).
+
+        Its handle is stale from here on. A sequence that never ran a step has no state to keep and is
+        discarded: then no owner is reported.
+
+        Raises:
+            StaleHandleError, ContractError: if it was not terminated first, or a transition is open (TX-09);
+                nothing changed.
+        """
+        sequence = self._require_terminal(handle)
+        frontier = sequence.frontier_tokens
+        if sequence.state.read_slot != sequence.state.write_slot:
+            self.discard(handle)
+            return self._stable("discard")
+        self._sync()
+        identity = self._identity_up_to(sequence, frontier)
+        spec = self._spec(sequence, frontier, CheckpointKind.SESSION_ENDPOINT, 0)
+        self._resources.finish(sequence.owner, spec, identity, tuple(sequence.history))
+        self._close_sequence(sequence)
+        return self._stable("finish", sequence.owner)
+
+    def _stable(self, what: str, *owners: OwnerId, evicted: tuple[OwnerId, ...] = ()) -> TransitionResult:
+        """Returns the result of a transition without stages (X-1, TX-14)."""
+        revision = Revision(self._resources.revision)
+        outcome = Committed(f"{what} at {revision}", revision, None, (), evicted)
+        return TransitionResult(outcome, None, tuple(self._resources.summary(owner) for owner in owners))
+
     def discard(self, handle: SequenceHandle) -> None:
         """Releases everything a terminated sequence holds; its handle is stale from here on.
 
         Raises:
-            StaleHandleError, ContractError: if it was not terminated first; nothing changed.
+            StaleHandleError, ContractError: as `finish`.
         """
+        sequence = self._require_terminal(handle)
+        self._resources.release(sequence.owner)
+        self._close_sequence(sequence)
+
+    def _require_terminal(self, handle: SequenceHandle) -> Sequence:
         sequence = self._get(handle)
         self._require(sequence, SequencePhase.TERMINAL_PENDING)
-        self._release(sequence)
-        self._revision += 1
+        if self.has_open_transition:
+            raise ContractError(f"lane {handle.lane} ends after the open transition has settled (X-6)")
+        return sequence
 
-    def _release(self, sequence: Sequence) -> None:
-        for store, space in zip(self._pools, sequence.spaces, strict=True):
-            store.close(space)
-        self._state_slots.give_back(sequence.state.write_slot)
+    def _close_sequence(self, sequence: Sequence) -> None:
         self._rows.give_back(sequence.row)
         self._lanes.give_back(sequence.handle.lane)
         del self._active[sequence.handle.lane]
 
+    def evict(self, owner: OwnerKey) -> TransitionResult:
+        """Releases an inactive owner whole.
+
+        Raises:
+            StaleHandleError: if it is gone; nothing changed.
+            ContractError: if it is active, protected by an active sequence, or a transition is open.
+        """
+        self._require_open()
+        state = self._resources.state
+        if not self._resources.is_alive(owner):
+            raise StaleHandleError(f"owner row {owner.owner} generation {owner.generation} is gone")
+        if state.owner_kind[owner.owner] == OwnerKind.ACTIVE or state.edges[:, owner.owner].any():
+            raise ContractError(f"owner row {owner.owner} is active or read by an active sequence")
+        deleted = tuple(sorted(self._resources.summary(owner.owner).refs))
+        self._resources.release(owner.owner)
+        result = self._stable("release", evicted=(owner.owner,))
+        assert isinstance(result.outcome, Committed)
+        return replace(result, outcome=replace(result.outcome, deleted=deleted))
+
+    # -- captures --------------------------------------------------------------------------------------------
+
+    def capture_private(
+        self,
+        handle: SequenceHandle,
+        kind: CheckpointKind,
+        *,
+        ordinal: int = 0,
+        replaces: CheckpointRef | None = None,
+    ) -> TransitionResult:
+        """Takes a checkpoint of a sequence at its frontier, if a state slot is free for it (A-6).
+
+        Returns:
+            Committed with the sequence's owner; Aborted if it was skipped, and nothing changed.
+        """
+        sequence = self._get(handle)
+        self._require_settled(sequence)
+        if self.has_open_transition:
+            return self._skipped("a transition is open")
+        self._sync()
+        spec = self._spec(sequence, sequence.frontier_tokens, kind, ordinal)
+        self._resources.remember(sequence.owner, sequence.work.identity, tuple(sequence.history))
+        if not self._resources.capture_private(sequence.owner, spec, replaces=replaces):
+            return self._skipped("no state slot is free")
+        return self._stable("capture", sequence.owner)
+
+    def _skipped(self, why: str) -> TransitionResult:
+        return TransitionResult(Aborted("capture", Revision(self._resources.revision), why), None, ())
+
+    def capture_problem(self, handle: SequenceHandle) -> Problem:
+        """Returns the round of a shared capture at the sequence's frontier (K-5)."""
+        sequence = self._get(handle)
+        self._sync()
+        state = self._resources.state
+        frontier = state.owner_frontier[sequence.owner].tolist()
+        return make_problem(state, [capture_candidate(state.capacity, frontier)])
+
+    def start_capture(
+        self, plan: ResourcePlan, problem: Problem, target: TargetBatch, handle: SequenceHandle
+    ) -> None:
+        """Opens the transition of a shared capture; `advance_transition` carries it on.
+
+        Raises:
+            StalePlanError, PlanConsumedError, ContractError: nothing changed.
+        """
+        sequence = self._get(handle)
+        self._require_settled(sequence)
+        frontier = sequence.frontier_tokens
+        spec = self._spec(sequence, frontier, CheckpointKind.SHARED_STABLE_PREFIX, 0)
+        capture = SharedCapture(
+            sequence.owner,
+            spec,
+            self._identity_up_to(sequence, frontier),
+            tuple(sequence.history),
+            Tier.DEVICE,
+        )
+        self._resources.start(plan, problem, target, capture=capture)
+
+    def _spec(self, sequence: Sequence, frontier: int, kind: CheckpointKind, ordinal: int) -> CheckpointSpec:
+        rebuild = prefill_work(
+            0,
+            frontier,
+            chunk_tokens=self._prefill_chunk_tokens,
+            frontiers=sequence.work.identity.rewrite_execution_frontiers,
+        )
+        work = (rebuild.chunks, rebuild.vision_items, rebuild.vision_patches)
+        return CheckpointSpec(frontier, kind, ordinal, (frontier,), rebuild=work)
+
+    def _identity_up_to(self, sequence: Sequence, frontier: int) -> PromptIdentity:
+        identity = sequence.work.identity
+        if frontier <= identity.num_tokens:
+            return identity
+        return extend_identity(identity, sequence.ledger_tokens[identity.num_tokens : frontier])
+
+    def _sync(self) -> None:
+        """Brings the state up to the committed frontiers; free of effect on what others may take (R-11)."""
+        if self.has_open_transition:
+            return  # it goes by the state it was planned on; what actives convert meanwhile is their own
+        for sequence in self._active.values():
+            if sequence.state.read_slot == sequence.state.write_slot:
+                self._resources.advance_to(sequence.owner, sequence.frontier_tokens)
+
+    # -- start over, stop ------------------------------------------------------------------------------------
+
     def reset(self) -> None:
         """Clears all device work and contents after a fault; every handle and batch becomes stale (Q-7)."""
         self._require_open()
-        self._make_stores()
-        self._revision += 1
+        self._forget_sequences()
+        self._resources.reset()
         self._executor.reset()
 
     def close(self) -> None:
@@ -374,7 +666,8 @@ class Program:
         if self._closed:
             return
         self._closed = True
-        self._make_stores()
+        self._forget_sequences()
+        self._resources.reset()
         self._executor.close()
 
     # -- guards ----------------------------------------------------------------------------------------------
@@ -427,38 +720,31 @@ class Program:
         Raises:
             InvariantError: naming the numbers that disagree.
         """
-        for pool in (self._lanes, self._rows.pool, self._state_slots):
+        self._sync()
+        self._resources.check()
+        for pool in (self._lanes, self._rows.pool):
             pool.check()
-        for store in self._pools:
-            store.check()
-        sequences = list(self._active.values())
+        state, sequences = self._resources.state, list(self._active.values())
         self._agree("lanes", self._lanes.num_taken, len(sequences))
         self._agree("rows", self._rows.pool.num_taken, len({sequence.row for sequence in sequences}))
-        slots = {sequence.state.write_slot for sequence in sequences}
-        self._agree("state slots", self._state_slots.num_taken, len(slots))
-        for index, store in enumerate(self._pools):
-            spaces = [sequence.spaces[index] for sequence in sequences]
-            self._agree(
-                "mapped pages", store.num_mapped, len({page for space in spaces for page in space.mapped})
-            )
-            self._agree("reserved pages", store.num_reserved, sum(space.reserved_pages for space in spaces))
+        active = np.flatnonzero(state.owner_kind == OwnerKind.ACTIVE).tolist()
+        if active != sorted(int(sequence.owner) for sequence in sequences):
+            raise InvariantError(f"active owners are {active}, sequences say {[s.owner for s in sequences]}")
         for sequence in sequences:
-            mapped = sequence.spaces[0].mapped
-            row = self._rows.tables[sequence.row]
-            self._agree("row entries", int((row >= 0).sum()), len(mapped))
-            if row[: len(mapped)].tolist() != mapped:
-                raise InvariantError(
-                    f"row {sequence.row} maps {row[: len(mapped)].tolist()}, its space {mapped}"
+            table = self._rows.tables[sequence.row]
+            pages = self._resources.block_table(sequence.owner)
+            if table[: len(pages)].tolist() != pages or (table[len(pages) :] >= 0).any():
+                raise InvariantError(f"row {sequence.row} maps {table.tolist()}, its space {pages}")
+            numbers = self._rows.numbers[sequence.row]
+            fed = sequence.num_output_tokens
+            self._agree("a row's output", int(numbers[STEP]), fed)
+            self._agree("a row's prompt", int(numbers[PROMPT_TOKENS]), sequence.work.identity.num_tokens)
+            if fed:
+                self._agree(
+                    "a row's token",
+                    int(numbers[TOKEN]),
+                    int(sequence.ledger_tokens[sequence.num_ledger_tokens - 1]),
                 )
-            if pages_for(sequence.frontier_tokens) > len(mapped):
-                raise InvariantError(f"frontier {sequence.frontier_tokens} with {len(mapped)} mapped pages")
-            if sequence.num_output_tokens:
-                numbers = self._rows.numbers[sequence.row]
-                last = sequence.ledger_tokens[sequence.num_ledger_tokens - 1]
-                self._agree("the row's token", int(numbers[TOKEN]), int(last))
-                self._agree("the row's step", int(numbers[STEP]), sequence.num_output_tokens)
-                length = int(numbers[PROMPT_TOKENS] + numbers[STEP])
-                self._agree("the row's next length", length, sequence.frontier_tokens + 1)
         open_rows = sorted(handle.lane for batch in self._open_batches.values() for handle in batch.handles)
         waiting = sorted(sequence.handle.lane for sequence in sequences if sequence.open_batch is not None)
         if open_rows != waiting:
@@ -468,3 +754,11 @@ class Program:
     def _agree(what: str, books: int, recount: int) -> None:
         if books != recount:
             raise InvariantError(f"{what}: the books say {books}, a recount says {recount}")
+
+
+def _require_tokens(work: RequestWork) -> None:
+    if not len(work.identity.tokens) or work.max_output_tokens < 1:
+        raise ContractError(
+            "a request needs at least one prompt and one output token, got "
+            f"{len(work.identity.tokens)} and {work.max_output_tokens}"
+        )

@@ -1,4 +1,4 @@
-"""Owns the record of one active sequence: its phase, ledger, state binding and address spaces.
+"""Owns the record of one active sequence: its phase, ledger, state binding and the steps it ran.
 
 It does not own capacity: pages, slots and rows are held by the stores, and only Program changes a record.
 """
@@ -10,8 +10,9 @@ from enum import Enum
 
 import numpy as np
 
+from ninfer_jax.planner.ids import OwnerId
 from ninfer_jax.program.admission import RequestWork
-from ninfer_jax.program.pages import AddressSpace
+from ninfer_jax.program.history import Segment
 from ninfer_jax.request import SequenceHandle
 
 __all__ = ["Sequence", "SequenceFacts", "SequenceHandle", "SequencePhase", "StateBinding"]
@@ -47,20 +48,17 @@ class Sequence:
     """One active sequence; mutable, held and changed by Program alone."""
 
     handle: SequenceHandle
+    owner: OwnerId  # its row in the physical state
     work: RequestWork
     row: int  # execution row; another identity than the lane (Q-1)
     state: StateBinding
-    spaces: tuple[AddressSpace, ...]  # one per typed pool (K-1)
     ledger_tokens: np.ndarray  # int32[prompt + max output], the first `num_ledger_tokens` are committed
     num_ledger_tokens: int
     frontier_tokens: int = 0  # KV and state cover exactly the tokens before it
     num_output_tokens: int = 0
-    mapped_tokens: int = 0  # tokens that the mapped pages hold
     phase: SequencePhase = SequencePhase.PREFILL
     open_batch: int | None = None  # serial of the uncommitted batch this sequence is in
-    decomposition: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # executed prefill (start, num_tokens) (C-9)
+    history: list[Segment] = field(default_factory=list)  # the steps that made its state (C-9)
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class SequenceFacts:
     frontier_tokens: int
     ledger_tokens: tuple[int, ...]
     num_output_tokens: int
-    decomposition: tuple[tuple[int, int], ...]
+    history: tuple[Segment, ...]
     mapped_pages: tuple[tuple[int, ...], ...]  # per pool, page ids in logical order
     reserved_pages: tuple[int, ...]  # per pool, entitled but not mapped
     state_slot: int

@@ -15,6 +15,8 @@ from ninfer_jax.errors import OptionError
 from ninfer_jax.options import MAX_CONCURRENCY, PAGE_TOKENS
 from ninfer_jax.program.capacity import CapacityVector, PoolCapacity, PoolKind, pages_for
 from ninfer_jax.program.memory_table import (
+    HOST_PAGES,
+    HOST_STATES,
     SAMPLER,
     SCRATCH,
     STATE_SLOTS,
@@ -186,4 +188,14 @@ def _memory_table(
         ),
         free_bytes=free_bytes,
         headroom_bytes=headroom_bytes,
+        host_rows=_host_rows(capacity),
     )
+
+
+def _host_rows(capacity: CapacityVector) -> tuple[MemoryRow, ...]:
+    page_bytes, image_bytes = capacity.pools[0].page_bytes, capacity.state_image_bytes
+    rows = (
+        MemoryRow(HOST_PAGES, capacity.num_host_pages, "64 tokens", page_bytes, persistent=True),
+        MemoryRow(HOST_STATES, capacity.num_host_state_slots, "state image", image_bytes, persistent=True),
+    )
+    return tuple(row for row in rows if row.num_units)

@@ -172,12 +172,17 @@ def test_every_step_updates_pools_and_states_in_place(program):
         "prefill": cache_bytes,
         "draw": counts_bytes,
         "set": sampler_bytes,
+        "unpack": cache_bytes,
+        "copy": cache_bytes,
+        "write": cache_bytes,
     }
     for name, compiled in program._executor.programs.all().items():
-        memory = compiled.memory_analysis()
-        # Pointers prove nothing (a copy may land where its source was); the compiler's own account does.
-        assert memory.alias_size_in_bytes == expected[name.split()[0]], name
+        memory, kind = compiled.memory_analysis(), name.split()[0]
         assert memory.temp_size_in_bytes <= scratch, name
+        if kind in ("pack", "read"):  # what leaves for Host is a new array
+            continue
+        # Pointers prove nothing (a copy may land where its source was); the compiler's own account does.
+        assert memory.alias_size_in_bytes == expected[kind], name
         assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 4096, name
 
 
@@ -369,7 +374,7 @@ def test_the_chosen_kernels_reach_the_compiled_step(program, model, monkeypatch)
     buffers = execution.make_buffers(spec, program.capacity, 128, 128)
     settings = {"capacity": program.capacity, "prefill_chunk_tokens": CHUNK, "attention_backend": "mosaic"}
     programs = execution.compile_programs(
-        model, make_weight_bundle(model.leaves), buffers, jax.numpy.zeros(128, bool), **settings
+        model, spec, make_weight_bundle(model.leaves), buffers, jax.numpy.zeros(128, bool), **settings
     )
     assert asked == ["mosaic"] * (LANES + len(prefill_buckets(CHUNK)))
     assert programs.attention_backend == "mosaic"

@@ -37,7 +37,7 @@ def test_it_notices_swapped_pages(build):
 def test_it_notices_a_page_that_two_sequences_write(build):
     program, handle, _ = started(build)
     page = program.facts(handle).mapped_pages[0][0]
-    program._pools[0]._free.insert(0, page)  # the page is handed out a second time
+    program._resources._books[0]._free.insert(0, page)  # the page is handed out a second time
     other = program.activate(build.work(list(range(40)), 20))
     program.prefill(other)
     with pytest.raises(InvariantError, match="do not hold the history"):

@@ -143,11 +143,11 @@ class ProgramMachine(RuleBasedStateMachine):
         self.consumed.append(pending)
         for known, count, token in zip(rows, accepted, tokens, strict=True):
             known.batch = None
+            if known.phase == "ready":
+                known.fed_tokens += 1  # it is in the state, whatever becomes of what was drawn
             if count == 0:
                 known.phase = "ending"
                 continue
-            if known.phase == "ready":
-                known.fed_tokens += 1
             known.phase = "ready"
             known.drawn.append(token)
 
@@ -160,6 +160,8 @@ class ProgramMachine(RuleBasedStateMachine):
         self.consumed.append(entry[0])
         for known in entry[1]:
             known.batch = None
+            if known.phase == "ready":
+                known.fed_tokens += 1
             known.phase = "ending"
 
     @precondition(lambda self: [k for k in self.known if k.batch is None and k.phase != "terminal"])
@@ -201,26 +203,12 @@ class ProgramMachine(RuleBasedStateMachine):
         self.program.check()
         occupancy = self.program.occupancy()
         assert occupancy["main_pages"] == sum(known.reserved_pages for known in self.known)
-        mapped = 0
-        for known in self.known:
-            opening = known.phase == "ready" and known.batch is not None  # decode maps before its commit
-            mapped += pages(known.fed_tokens + opening)
-        assert occupancy["main_pages_reserved"] == occupancy["main_pages"] - mapped - self.cancelled_growth()
+        mapped = sum(pages(known.fed_tokens) for known in self.known)
+        assert occupancy["main_pages_reserved"] == occupancy["main_pages"] - mapped
         for axis in ("lanes", "execution_rows", "state_slots"):
             assert occupancy[axis] == len(self.known)
         assert occupancy["open_batches"] == len(self.batches)
         assert self.program.resource_revision == self.revision
-
-    def cancelled_growth(self) -> int:
-        """Pages that a cancelled or aborted step had mapped: they stay mapped until the sequence ends."""
-        total = 0
-        for known in self.known:
-            facts = self.program.facts(known.handle)
-            extra = len(facts.mapped_pages[0]) - pages(known.fed_tokens)
-            if known.phase in {"ending", "terminal"}:
-                assert 0 <= extra <= 1
-                total += extra
-        return total
 
     @invariant()
     def what_was_drawn_is_what_a_solo_run_draws(self):

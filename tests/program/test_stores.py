@@ -1,4 +1,4 @@
-"""Page store, slot pool and execution rows: units move, they never multiply (R-5, R-7, A-1, A-2)."""
+"""Page book, slot pool and execution rows: units move, they never multiply (R-5, R-7, A-1, A-2)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ninfer_jax.errors import InvariantError
-from ninfer_jax.program.capacity import PoolCapacity, PoolKind, pages_for
-from ninfer_jax.program.pages import PageStore
+from ninfer_jax.program.capacity import pages_for
+from ninfer_jax.program.page_book import PageBook
 from ninfer_jax.program.row_layout import (
     FLOATS,
     LANE,
@@ -31,63 +31,53 @@ from ninfer_jax.program.slots import SlotPool
 from ninfer_jax.sampling_params import LaneSampling
 
 
-def store(num_pages: int) -> PageStore:
-    return PageStore(PoolCapacity(PoolKind.MAIN, num_pages, page_bytes=1))
+def test_pages_are_taken_named_and_forgotten():
+    book = PageBook(4)
+    assert book.take(3) == [0, 1, 2]
+    book.name(70, 1)
+    book.check(named=[70], promised=[0, 2])
+    assert book.pages_of(70, 1) == [1]
+    book.give_back([0])
+    assert book.take(1) == [0]  # the lowest free one, so that runs repeat exactly
+    book.forget([70])
+    book.check(named=[], promised=[0, 2])
+    assert book.num_free == 2
 
 
-def counts(pages: PageStore) -> tuple[int, int, int]:
-    pages.check()
-    return pages.num_mapped, pages.num_reserved, pages.num_available
+def test_a_page_is_never_promised_twice_and_a_name_never_given_twice():
+    book = PageBook(2)
+    book.take(2)
+    with pytest.raises(InvariantError, match="1 pages wanted, 0 of 2"):
+        book.take(1)
+    book.name(5, 0)
+    with pytest.raises(InvariantError, match="serial 5"):
+        book.name(5, 1)
+    with pytest.raises(InvariantError, match="not each of 2 once"):
+        book.check(named=[5], promised=[])
 
 
-def test_reserve_map_unmap_release():
-    pages = store(10)
-    space = pages.open(4)
-    assert counts(pages) == (0, 4, 6)
-    assert pages.grow(space, 3) == [0, 1, 2]
-    assert counts(pages) == (3, 1, 6)
-    assert pages.grow(space, 2) == []  # it has them
-    assert pages.shrink(space, 1) == [1, 2]
-    assert counts(pages) == (1, 3, 6)
-    pages.close(space)
-    assert counts(pages) == (0, 0, 10)
-
-
-def test_mapping_beyond_the_entitlement_changes_nothing():
-    pages = store(10)
-    space = pages.open(2)
-    with pytest.raises(InvariantError, match="entitled to 2"):
-        pages.grow(space, 3)
-    assert counts(pages) == (0, 2, 8)
-
-
-def test_a_reservation_beyond_what_is_available_is_refused():
-    pages = store(10)
-    pages.open(7)
-    with pytest.raises(InvariantError, match="reservation of 4 pages, 3 are available"):
-        pages.open(4)
-    assert counts(pages) == (0, 7, 3)
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=60))
-def test_any_order_of_operations_keeps_the_units(operations):
-    pages, spaces = store(12), []
-    for kind, number in operations:
-        if kind == 0 and number <= pages.num_available:
-            spaces.append(pages.open(number))
-        elif spaces:
-            space = spaces[number % len(spaces)]
-            if kind == 1:
-                pages.grow(space, min(number, space.entitled_pages))
-            elif kind == 2:
-                pages.shrink(space, number)
-            elif kind == 3:
-                pages.close(space)
-                spaces.remove(space)
-        entitled = sum(space.entitled_pages for space in spaces)
-        mapped = [page for space in spaces for page in space.mapped]
-        assert len(set(mapped)) == len(mapped)
-        assert counts(pages) == (len(mapped), entitled - len(mapped), 12 - entitled)
+@given(st.lists(st.tuples(st.sampled_from(["take", "name", "give_back", "forget"]), st.integers(1, 4))))
+def test_any_order_of_operations_keeps_every_page_in_one_place(operations):
+    book, promised, named, serial = PageBook(12), [], {}, 0
+    for what, count in operations:
+        if what == "take" and count <= book.num_free:
+            promised += book.take(count)
+        elif what == "name":
+            for page in promised[:count]:
+                book.name(serial, page)
+                named[serial] = page
+                serial += 1
+            del promised[:count]
+        elif what == "give_back":
+            book.give_back(promised[:count])
+            del promised[:count]
+        else:
+            gone = list(named)[:count]
+            book.forget(gone)
+            for name in gone:
+                del named[name]
+        book.check(named, promised)
+        assert all(book.pages_of(name, 1) == [page] for name, page in named.items())
 
 
 def test_slots_are_lowest_first_and_checked():
