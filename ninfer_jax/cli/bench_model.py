@@ -2,8 +2,8 @@
 same run.
 
 Owns what is measured, in which order, and the report. Only ratios of one run mean much on a shared
-machine, so the sides take turns within every repetition and a ratio is the median of the repetitions'
-ratios.
+machine, so the sides take turns; a ratio is the median of the turns' ratios, a speed that of the best turn,
+which other load disturbed least.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 DEFAULT_SHAPES = ("dense-tiny", "hidden-512")
 NUM_AGREEING_TOKENS = 8
 
+# A job ends after `--repeats` turns, or sooner when it has had its time, but not before a median means much.
+FEWEST_TURNS = 3
+JOB_BUDGET_S = 8.0
+
 
 def add_parser(subjects: argparse._SubParsersAction) -> None:
     """Attaches the subject."""
@@ -44,7 +49,11 @@ def add_parser(subjects: argparse._SubParsersAction) -> None:
         "--dummy", action="store_true", help="random weights made in memory; then nothing is compared"
     )
     parser.add_argument(
-        "--repeats", type=int, default=5, metavar="N", help="interleaved repetitions (default 5)"
+        "--repeats",
+        type=int,
+        default=5,
+        metavar="N",
+        help=f"the most turns of each side (default 5; slow jobs stop at {FEWEST_TURNS})",
     )
     parser.add_argument("--prompt-tokens", type=int, nargs="+", metavar="T", help="default: 512 2048")
     parser.add_argument("--rows", type=int, nargs="+", metavar="B", help="decode batch sizes, default: 1 4 8")
@@ -121,6 +130,7 @@ def measure_shape(
         },
     )
     start_s = time.perf_counter() - start
+    say(f"{shape.name}: ready in {start_s:.1f} s")
     sides: list[Side] = [EngineSide(Engine(parts, threaded=False))]
     compares = not args.dummy and not args.no_transformers and _has_transformers()
     if compares:
@@ -143,7 +153,9 @@ def measure_shape(
         answers = [side.greedy(prompt, NUM_AGREEING_TOKENS) for side in sides]
         if any(answer != answers[0] for answer in answers):
             raise RuntimeError(f"the sides disagree on greedy tokens, so speeds mean nothing: {answers}")
-        seconds = take_turns(jobs, sides, args.repeats)
+        warm_up(jobs, sides)
+        seconds = take_turns(jobs, sides, args.repeats, budget_s=JOB_BUDGET_S)
+        say(f"{shape.name}: measured after {time.perf_counter() - start:.1f} s")
         report["compilations_after_warmup"] += parts.program.compilations_after_warmup
         planned_bytes = parts.program.memory_table().planned_bytes
         peak_bytes = _status_bytes("VmHWM")
@@ -167,18 +179,42 @@ def measure_shape(
     report["decode"][shape.name]["host_overhead_ms"] = {str(max(batch_rows)): round(1e3 * overhead_s, 4)}
 
 
-def take_turns(
-    jobs: Mapping[tuple[str, int], Callable[[Side], float]], sides: Sequence[Side], repeats: int
-) -> dict[tuple[str, int], np.ndarray]:
-    """Returns seconds f64[repeats, sides] of every job; sides alternate, after one unmeasured turn each."""
-    seconds = {key: np.zeros((repeats, len(sides))) for key in jobs}
-    for job in jobs.values():
+def say(line: str) -> None:
+    """Tells a person who waits how far it is; the report itself goes to standard output."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def warm_up(jobs: Mapping[tuple[str, int], Callable[[Side], float]], sides: Sequence[Side]) -> None:
+    """Runs the smallest job of each kind once on each side, unmeasured; later nothing is initialised."""
+    for kind in dict.fromkeys(kind for kind, _ in jobs):
+        smallest = min(size for other, size in jobs if other == kind)
         for side in sides:
-            job(side)
-    for repeat in range(repeats):
-        for key, job in jobs.items():
-            for index, side in enumerate(sides):
-                seconds[key][repeat, index] = job(side)
+            jobs[kind, smallest](side)
+
+
+def take_turns(
+    jobs: Mapping[tuple[str, int], Callable[[Side], float]],
+    sides: Sequence[Side],
+    most_turns: int,
+    *,
+    budget_s: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[tuple[str, int], np.ndarray]:
+    """Returns seconds f64[turns, sides] of every job; the sides alternate, so that both meet the same load.
+
+    Args:
+        jobs: by kind and size.
+        sides: who takes turns.
+        most_turns: of each side and job.
+        budget_s: a job that has taken this long ends after its `FEWEST_TURNS`.
+        clock: seconds.
+    """
+    seconds: dict[tuple[str, int], np.ndarray] = {}
+    for key, job in jobs.items():
+        end, turns = clock() + budget_s, []
+        while len(turns) < most_turns and (len(turns) < FEWEST_TURNS or clock() < end):
+            turns.append([job(side) for side in sides])
+        seconds[key] = np.array(turns)
     return seconds
 
 
@@ -190,7 +226,7 @@ def _write(
     sides: Sequence[Side],
 ) -> None:
     for (kind, size), taken in seconds.items():
-        speeds = num_tokens[kind, size] / np.median(taken, axis=0)
+        speeds = num_tokens[kind, size] / np.min(taken, axis=0)
         report[kind].setdefault(shape_name, {})[str(size)] = {
             side.name: round(float(speed), 1) for side, speed in zip(sides, speeds, strict=True)
         }

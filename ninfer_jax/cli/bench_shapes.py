@@ -23,7 +23,7 @@ class BenchShape:
     config: Mapping[str, Any]
     prompt_tokens: tuple[int, ...] = (512, 2048)
     batch_rows: tuple[int, ...] = (1, 4, 8)
-    decode_steps: int = 64
+    decode_steps: int = 32
     decode_prompt_tokens: int = 64  # of each row, so that decode attends over a page and a bit
 
 
