@@ -42,12 +42,16 @@ MAY_IMPORT = {
 }
 PLANNER_PARTS_OF = {
     "program": {"cost", "portfolio", "search", "shared_capture"},  # the parts it must not see
-    "context_cache": {"state", "extents", "target", "projection", "stages"},
-}
+    "context_cache": {
+        "state", "extents", "target", "projection", "stages", "rows", "operations", "post_state",
+        "resolution", "holders", "contributions", "needs", "sources", "tables", "outcomes", "identity",
+        "option_sizes",
+    },
+}  # fmt: skip
 PLANNER_VALUE_HALF = {
-    "allowance", "codec", "cost", "demand", "outcome", "planning", "portfolio", "problem_json", "publication",
-    "recency_ladder", "search", "search_model", "search_session", "search_steps", "search_values",
-    "shared_capture",
+    "allowance", "codec", "cost", "demand", "losses", "outcome", "planning", "portfolio", "problem_json",
+    "publication", "recency_ladder", "round_facts", "savings", "search", "search_model", "search_session",
+    "search_steps", "search_values", "shared_capture",
 }  # fmt: skip
 SEARCH_MAY_NOT_SEE = {"portfolio", "demand", "projection", "state", "problem", "resolution", "functions"}
 PLANNER_BANNED_MODULES = {

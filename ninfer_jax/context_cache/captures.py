@@ -88,6 +88,11 @@ def proposed_captures(
     return tuple(sorted(legal, key=lambda c: (c.frontier_tokens, c.is_shared)))
 
 
+def frontiers_of(captures: Sequence[CaptureIntent]) -> tuple[int, ...]:
+    """Returns the frontiers of some captures, ascending, each once."""
+    return tuple(sorted({c.frontier_tokens for c in captures}))
+
+
 def coverage_losses(frontiers: Sequence[int]) -> list[int]:
     """Returns what losing each of some ascending anchors costs: gap below times gap above.
 

@@ -259,14 +259,20 @@ def changed(state: CacheState, **changes: Any) -> CacheState:
     return replace(state, version=state.version + 1, **changes)
 
 
+def claimed(state: CacheState) -> frozenset[OwnerKey]:
+    """Returns the owners that the open claim names."""
+    claim = state.open_claim
+    if claim is None:
+        return frozenset()
+    owners = {OwnerKey(v.owner, v.generation) for v in claim.victims}
+    if isinstance(claim, Claim) and claim.source is not None:
+        owners.add(claim.source)
+    return frozenset(owners)
+
+
 def protected(state: CacheState) -> frozenset[OwnerKey]:
     """Returns the owners that no plan may consume: read by an active request, or part of the open claim."""
-    held = {edge.owner for edge in state.edges}
-    if state.open_claim is not None:
-        held |= {OwnerKey(v.owner, v.generation) for v in state.open_claim.victims}
-        if isinstance(state.open_claim, Claim) and state.open_claim.source is not None:
-            held.add(state.open_claim.source)
-    return frozenset(held)
+    return claimed(state) | {edge.owner for edge in state.edges}
 
 
 def summaries(state: CacheState) -> Iterator[OwnerSummary]:

@@ -8,24 +8,15 @@ anything fits, and what is where, is the program's word. Not thread-safe: the wo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from ninfer_jax.context_cache.adoption import (
-    adopted_capture,
-    adopted_finish,
-    adopted_materialization,
-    adopted_release,
-    discarded,
-    rolled_back,
-    with_destination,
-    without_captures,
-)
+from ninfer_jax.context_cache.admission_planning import plan_admission
+from ninfer_jax.context_cache.adoption import adopted_materialization, rolled_back, with_destination
+from ninfer_jax.context_cache.capture_adoption import adopted_capture, without_captures
+from ninfer_jax.context_cache.capture_planning import plan_capture
 from ninfer_jax.context_cache.captures import (
-    CaptureIntent,
-    PrivateCapture,
-    private_capture,
-    proposed_captures,
+    frontiers_of,
 )
 from ninfer_jax.context_cache.catalog import (
     Catalog,
@@ -35,11 +26,8 @@ from ninfer_jax.context_cache.catalog import (
     find,
     first_vacant,
     make_catalog,
-    num_vacant,
     reserve,
 )
-from ninfer_jax.context_cache.lost import miss_reason
-from ninfer_jax.context_cache.portfolio_facts import demand_of, facts_of, may_publish, recency_of
 from ninfer_jax.context_cache.ports import CaptureUnits, ProgramPort
 from ninfer_jax.context_cache.records import (
     ActiveRecord,
@@ -51,38 +39,22 @@ from ninfer_jax.context_cache.records import (
     FinishIntent,
     OpenClaim,
     ReleaseIntent,
-    SharedCapture,
     changed,
     protected,
 )
 from ninfer_jax.context_cache.request_facts import RequestFacts
 from ninfer_jax.context_cache.sessions import claim_binding, without_owners
-from ninfer_jax.context_cache.shared_capture import plan_shared
-from ninfer_jax.context_cache.shortlist import Hit, Shortlist, find_sources
-from ninfer_jax.context_cache.sources import SourceRule, source_choices, source_rule
+from ninfer_jax.context_cache.settlement import adopted_finish, adopted_release, discarded
 from ninfer_jax.errors import ContractError, StaleHandleError
 from ninfer_jax.options import ResolvedCacheOptions
 from ninfer_jax.planner.backfill import BackfillProof, BackfillRefused
 from ninfer_jax.planner.candidate import Disposition
 from ninfer_jax.planner.cost import MachineCostModel
-from ninfer_jax.planner.demand import Portfolio, with_provisional
-from ninfer_jax.planner.functions import PhysicalFunctions, physical_functions
-from ninfer_jax.planner.ids import CheckpointKind, OwnerKind
+from ninfer_jax.planner.ids import OwnerKind
 from ninfer_jax.planner.plan import ResourcePlan
-from ninfer_jax.planner.planning import plan_materialization
-from ninfer_jax.planner.problem import Problem, identity_targets
-from ninfer_jax.planner.publication import publication_slots
 from ninfer_jax.planner.search_types import Budget, Clock
 from ninfer_jax.request import RequestId
-from ninfer_jax.reuse import OwnerKey, SourceChoice, SourceKind, TransitionResult
-
-_SOURCE_KINDS: Mapping[CheckpointKind, SourceKind] = {
-    CheckpointKind.SESSION_ENDPOINT: "private_endpoint",
-    CheckpointKind.TURN_CLOSURE: "private_turn_closure",
-    CheckpointKind.RESPONSE_REPLAY: "private_response_replay",
-    CheckpointKind.LONG_ANCHOR: "private_long_anchor",
-    CheckpointKind.SHARED_STABLE_PREFIX: "shared_stable_prefix",
-}
+from ninfer_jax.reuse import OwnerKey, TransitionResult
 
 
 class ResourceManager:
@@ -133,101 +105,15 @@ class ResourceManager:
             runnable_requests: others that wait for this planning.
             clock: monotone nanoseconds.
         """
-        state = self._state
-        found = find_sources(state.catalog, request, self._program)
-        captures = self._captures(request, found)
-        demand = demand_of(request, found, captures)
-        portfolio = state.portfolio if demand is None else with_provisional(state.portfolio, demand)
-        captures = tuple(c for c in captures if self._is_admitted(request, c, portfolio))
-        intent = _frontiers(captures)
-        work = _with_frontiers(request.work, intent)
-        choices, problem, functions = self._round(request, found, work)
-        facts = facts_of(state, problem, portfolio)
-        vacant = num_vacant(state.catalog, OwnerKind.PRIVATE)
-        budget = Budget(deadline_ns=allowance_ns, blocked_requests=runnable_requests)
-        recency = recency_of(state, len(facts.weights)) if self._options.recency_eviction else None
-        planned = plan_materialization(
-            problem,
-            facts,
+        return plan_admission(
+            self._state,
+            request,
+            self._program,
+            self._options,
             self._model,
-            adoptable=publication_slots(problem, vacant=vacant, publishes=request.participates),
-            budget=budget,
+            budget=Budget(deadline_ns=allowance_ns, blocked_requests=runnable_requests),
             clock=clock,
-            recency=recency,
-            intent=intent,
-            functions=functions,
         )
-        chosen, reused = None, 0
-        if planned.plan is not None:
-            chosen, reused = choices[planned.plan.candidate.ordinal], planned.plan.reused_tokens
-        final = tuple(c for c in captures if c.frontier_tokens > reused)
-        return Admission(
-            version=state.version,
-            request=request,
-            work=_with_frontiers(work, _frontiers(final)),
-            problem=problem,
-            choices=choices,
-            shortlist=found,
-            planned=planned,
-            chosen=chosen,
-            reused_tokens=reused,
-            source_kind=_source_kind(chosen),
-            miss_reason=miss_reason(request, found, state.lost, state.catalog, reused),
-            captures=final,
-            demand=demand,
-            facts=facts,
-            model=self._model,
-            budget=budget,
-            vacant=vacant,
-            recency=recency,
-            intent=intent,
-        )
-
-    def _captures(self, request: RequestFacts, found: Shortlist) -> tuple[CaptureIntent, ...]:
-        """Returns what the prompt would capture, without what is a shared prefix already (E-5)."""
-        options = self._options
-        if not options.enabled:
-            return ()
-        resident = {hit.checkpoint.frontier_tokens for hit in found.verified if hit.is_shared}
-        return tuple(
-            c
-            for c in proposed_captures(
-                request,
-                max_long_anchors=options.max_long_anchors_per_continuation,
-                max_shared=options.max_shared_prefixes,
-            )
-            if not (c.is_shared and c.frontier_tokens in resident)
-        )
-
-    @staticmethod
-    def _is_admitted(request: RequestFacts, capture: CaptureIntent, portfolio: Portfolio) -> bool:
-        if not capture.is_shared:
-            return True
-        return may_publish(capture, request.digests.key(capture.frontier_tokens), portfolio)
-
-    def _round(
-        self, request: RequestFacts, found: Shortlist, work: Any
-    ) -> tuple[tuple[SourceChoice, ...], Problem, PhysicalFunctions]:
-        """Returns the candidates with their dispositions settled, and the round over them (N-9)."""
-        held = protected(self._state)
-        has_vacant_cell = first_vacant(self._state.catalog, OwnerKind.PRIVATE) is not None
-
-        def rule(hit: Hit) -> SourceRule:
-            is_protected = hit.entry.summary.owner_key in held
-            return source_rule(request, hit, is_protected=is_protected, has_vacant_cell=has_vacant_cell)
-
-        rules = [rule(hit) for hit in found.verified]
-        choices = source_choices(request, found.verified, rules, lambda at: True)
-        problem = self._program.problem(work, choices)
-        functions = physical_functions(problem)
-        if SourceRule.RETAIN_IF_FITS in rules:
-            fits = functions.assess(identity_targets(problem)).fits
-            settled = source_choices(request, found.verified, rules, lambda at: bool(fits[at]))
-            if settled != choices:
-                choices = settled
-                problem = self._program.problem(work, choices)
-                functions = physical_functions(problem)
-        return choices, problem, functions
 
     def claim(self, admission: Admission) -> Claim:
         """Returns the logical claim of a planned admission, made before the program starts (X-3, Y-5).
@@ -310,7 +196,7 @@ class ResourceManager:
 
     def capture_frontiers(self, request_id: RequestId) -> tuple[int, ...]:
         """Returns where an active request still has to stop for a capture, ascending."""
-        return _frontiers(self._active(request_id).captures)
+        return frontiers_of(self._active(request_id).captures)
 
     def capture_intent(
         self, request_id: RequestId, frontier_tokens: int, *, runnable_requests: int = 0
@@ -323,55 +209,17 @@ class ResourceManager:
         Args:
             runnable_requests: others that the transition would make wait.
         """
-        state, record = self._state, self._active(request_id)
-        wanted = [c for c in record.captures if c.frontier_tokens == frontier_tokens]
-        private, shared, why = None, None, "nothing was to be captured here"
-        if state.open_claim is not None:
-            wanted, why = [], "a transition is open"
-        for capture in wanted:
-            if capture.is_shared:
-                shared, why = self._shared_part(record, capture, runnable_requests)
-            else:
-                private, why = self._private_part(record, capture)
-            if private is not None:
-                break
-        return CapturePlan(state.version, request_id, frontier_tokens, private, shared, why)
-
-    def _private_part(
-        self, record: ActiveRecord, capture: CaptureIntent
-    ) -> tuple[PrivateCapture | None, str]:
-        """Returns the private part, or why there is none."""
-        private = private_capture(
-            record.summary.checkpoints,
-            capture.frontier_tokens,
-            capture.kind,
-            max_long_anchors=self._options.max_long_anchors_per_continuation,
-        )
-        return private, "" if private is not None else "what the lineage has is worth more"
-
-    def _shared_part(
-        self, record: ActiveRecord, capture: CaptureIntent, runnable_requests: int
-    ) -> tuple[SharedCapture | None, str]:
-        """Returns the shared part, or why there is none."""
-        state, facts = self._state, record.facts
-        key = facts.digests.key(capture.frontier_tokens)
-        for at, entry in entries(state.catalog):
-            if at.kind is not OwnerKind.SHARED:
-                continue
-            for c in entry.summary.checkpoints:
-                if c.key == key and self._program.verify(c.ref, facts.identity):
-                    return None, "the very prefix is shared already"
-        planned = plan_shared(
-            state,
-            self._program.capture_problem(record.handle),
+        self._active(request_id)
+        return plan_capture(
+            self._state,
+            request_id,
+            frontier_tokens,
+            self._program,
+            self._options,
             self._model,
             self._units,
-            capture,
-            key,
-            rewrite_frontiers=facts.identity.rewrite_execution_frontiers,
             blocked_requests=runnable_requests,
         )
-        return planned, "" if planned is not None else "sharing it gains nothing"
 
     def skip_captures(self, request_id: RequestId, frontier_tokens: int) -> None:
         """Forgets the captures of an active request up to a frontier; the baseline is to go on (Y-6)."""
@@ -528,16 +376,3 @@ def _found(catalog: Catalog, owner: OwnerKey) -> CellId:
     if at is None:
         raise StaleHandleError(f"owner {owner.owner} of generation {owner.generation} is gone")
     return at
-
-
-def _frontiers(captures: Sequence[CaptureIntent]) -> tuple[int, ...]:
-    return tuple(sorted({c.frontier_tokens for c in captures}))
-
-
-def _with_frontiers(work: Any, frontiers: tuple[int, ...]) -> Any:
-    """Returns the work with its capture frontiers; the rest of it is not the manager's business."""
-    return dataclasses.replace(work, capture_frontiers=frontiers)
-
-
-def _source_kind(chosen: SourceChoice | None) -> SourceKind:
-    return "root" if chosen is None or chosen.ref is None else _SOURCE_KINDS[chosen.ref.kind]

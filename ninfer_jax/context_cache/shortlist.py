@@ -12,7 +12,7 @@ from ninfer_jax.context_cache.catalog import Catalog, CellId, Entry, entries
 from ninfer_jax.context_cache.ports import ProgramPort
 from ninfer_jax.context_cache.request_facts import RequestFacts
 from ninfer_jax.planner.ids import CheckpointKind, OwnerKind
-from ninfer_jax.reuse import CheckpointSummary, PrefixKey
+from ninfer_jax.reuse import CheckpointSummary, OwnerKey, PrefixKey
 
 MAX_SOURCES: Final = 63  # beside root; beyond it only duplicates of ever shallower frontiers are left
 _KIND_ORDER: Final = (
@@ -60,8 +60,19 @@ class Shortlist:
 NO_HITS = Shortlist(0, (), ())
 
 
-def find_sources(catalog: Catalog, facts: RequestFacts, program: ProgramPort) -> Shortlist:
-    """Returns what of the catalog is exactly a prefix of the prompt; nothing for a Disabled request."""
+def find_sources(
+    catalog: Catalog,
+    facts: RequestFacts,
+    program: ProgramPort,
+    *,
+    moving: frozenset[OwnerKey] = frozenset(),
+) -> Shortlist:
+    """Returns what of the catalog is exactly a prefix of the prompt; nothing for a Disabled request.
+
+    Args:
+        moving: owners of the open transition; what they lost already is not adopted yet, so a denial means
+            nothing.
+    """
     if not facts.participates:
         return NO_HITS
     num_entries, verified, refused = 0, [], []
@@ -81,7 +92,10 @@ def find_sources(catalog: Catalog, facts: RequestFacts, program: ProgramPort) ->
                 continue
             hit = Hit(cell, entry, checkpoint)
             is_exact = program.verify(checkpoint.ref, facts.identity)
-            (verified if is_exact else refused).append(hit)
+            if is_exact:
+                verified.append(hit)
+            elif entry.summary.owner_key not in moving:
+                refused.append(hit)
     return Shortlist(num_entries, _deepest(verified), tuple(refused))
 
 
