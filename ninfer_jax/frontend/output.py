@@ -98,7 +98,7 @@ class OutputSession(NamedTuple):
     def _preview_plain(self, token: int) -> Preview | None:
         """Returns what `_preview_any` returns, for a token that only adds whole characters; None for others.
 
-        Nearly every token of every answer, in a fifth of the time.
+        Nearly every token of every answer, in about half of the time.
         """
         rules, channel, num_tokens, pending, held, canonical, _, broken = self
         count = num_tokens + 1
