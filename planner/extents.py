@@ -131,13 +131,19 @@ def place(
         allocations: granules of each contiguous extent, in canonical order.
     """
     arena = release(arena, releases)
+    holes = [list(hole) for hole in arena.free]
     starts: list[int] = []
+    first = 0  # no hole before it can take anything
     for i, length in enumerate(allocations):
-        got = allocate(arena, length)
-        if got is None:
-            largest = largest_hole(arena)
-            rest = sum(allocations[i:]) - free_granules(arena)
+        at = next((h for h in range(first, len(holes)) if holes[h][1] >= length), None)
+        if at is None:
+            left = HostArena(arena.size, tuple((start, hole) for start, hole in holes if hole))
+            largest = largest_hole(left)
+            rest = sum(allocations[i:]) - free_granules(left)
             return Blocked(i, length, largest, max(length - largest, rest, 1))
-        arena, start = got
+        start, hole = holes[at]
         starts.append(start)
-    return Placed(arena, tuple(starts))
+        holes[at] = [start + length, hole - length]
+        while first < len(holes) and not holes[first][1]:
+            first += 1
+    return Placed(HostArena(arena.size, tuple((start, hole) for start, hole in holes if hole)), tuple(starts))

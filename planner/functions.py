@@ -1,19 +1,19 @@
 """The physical half as the functions that a search is given (design 3.4).
 
-Owns: the binding of one Problem to `Assess`, `Confirm`, `Outcomes` and `Successors`. Nothing is remembered
-between calls except the problem's own tables, so dropping the object ends the planning session (G-12).
+Owns: the binding of one Problem to `Assess`, `Confirm`, `Outcomes` and `Successors`. What is remembered
+between calls follows from the problem alone and goes with the object, which ends the planning session (G-12).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 from ninfer_jax.planner.outcomes import OutcomeTables, checkpoint_outcomes, make_outcome_tables
 from ninfer_jax.planner.problem import Problem
 from ninfer_jax.planner.projection import are_identities, assess, assess_numpy
-from ninfer_jax.planner.resolution import confirm
+from ninfer_jax.planner.resolution import Placement, confirm, place_target
 from ninfer_jax.planner.search_types import Assessment, CheckpointOutcomes, Confirmation
 from ninfer_jax.planner.sparse_projection import SparseTables, assess_sparse, make_sparse_tables
 from ninfer_jax.planner.successors import SuccessorTables, make_successor_tables, successors
@@ -27,6 +27,7 @@ class PhysicalFunctions:
 
     Attributes:
         device_tables: tables that the caller committed to the CPU device, or None (see `projection.assess`).
+        placements: of the target that was confirmed last, for the seal that mostly follows.
         compiled: whether batches go through the compiled projection. Both give the same bits; on a CPU the
             NumPy one took 0.65 to 1.0 of its processor time from 4 to 4,096 targets, and has no dispatch.
     """
@@ -34,6 +35,7 @@ class PhysicalFunctions:
     problem: Problem
     device_tables: Tables | None
     compiled: bool
+    placements: dict[tuple[int, bytes], Placement] = field(default_factory=dict)
 
     @cached_property
     def sparse_tables(self) -> SparseTables:
@@ -61,7 +63,16 @@ class PhysicalFunctions:
 
     def confirm(self, target: TargetBatch, /) -> Confirmation:
         """Returns the exact feasibility of one target (Protocol `Confirm`)."""
-        return confirm(self.problem, target, assess_numpy(self.problem, target))
+        assessment = self.assess(target)
+        placement = None
+        if assessment.d2h[0, 1:].any():  # the arena is asked about Host KV copies only
+            self.placements.clear()
+            placement = self.placements[_key(target)] = place_target(self.problem, target)
+        return confirm(self.problem, target, assessment, placement)
+
+    def placement(self, target: TargetBatch, /) -> Placement:
+        """Returns the target's resolution and place; the last confirmed one is remembered."""
+        return self.placements.get(_key(target)) or place_target(self.problem, target)
 
     def outcomes(self, targets: TargetBatch, /) -> CheckpointOutcomes:
         """Returns the checkpoints' fates (Protocol `Outcomes`)."""
@@ -78,6 +89,10 @@ class PhysicalFunctions:
     ) -> TargetBatch:
         """Returns further degradations of one target (Protocol `Successors`)."""
         return successors(self.successor_tables, target, residual=residual, limit=limit, licensed=licensed)
+
+
+def _key(target: TargetBatch) -> tuple[int, bytes]:
+    return int(target.candidate[0]), target.codes.tobytes()
 
 
 def physical_functions(

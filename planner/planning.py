@@ -112,7 +112,13 @@ def plan_materialization(
     plan = price = None
     if result.best is not None:
         best = result.best
-        sealed = seal(problem, best.target, intent=intent, assessment=best.assessment)
+        sealed = seal(
+            problem,
+            best.target,
+            intent=intent,
+            assessment=best.assessment,
+            placement=functions.placement(best.target),
+        )
         assert not isinstance(sealed, Blocked), "a confirmed target fits the arena"
         plan, price = sealed, price_split(value, result.best)
     answer = readiness(problem.state, request, None if result.best is None else result.best.assessment)

@@ -297,18 +297,29 @@ class Recipe:
     pieces: tuple[Piece, ...]  # the piece of each allocation
 
 
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """One target resolved, and what the arena says to it."""
+
+    resolution: Resolution
+    recipe: Recipe
+    answer: Placed | Blocked
+
+
 def geometry_recipe(problem: Problem, resolution: Resolution) -> Recipe:
     """Returns what the target asks of the arena: HostReleases, then Main KV, then backend KV extents."""
-    state, images = problem.state, len(problem.state.image_live)
-    granules = state.capacity.page_granules()
-    releases = []
+    images, host_start = len(problem.state.image_live), problem.state.run_host_start
+    granules = [0, *problem.state.capacity.page_granules().tolist()]
+    now = int(When.NOW)
+    releases, copies = [], []
     for p in resolution.pieces:
-        if p.item > 0 and p.frees_host == When.NOW:
-            g = int(granules[p.item - 1])
-            releases.append((int(state.run_host_start[p.obj - images]) + p.first * g, p.size * g))
-    copies = [p for p in resolution.pieces if p.item > 0 and p.copies_d2h]
+        if p.item > 0 and p.frees_host == now:
+            g = granules[p.item]
+            releases.append((int(host_start[p.obj - images]) + p.first * g, p.size * g))
+        if p.item > 0 and p.copies_d2h:
+            copies.append(p)
     copies.sort(key=lambda p: p.item)  # stable: canonical order within a pool
-    return Recipe(tuple(releases), tuple(p.size * int(granules[p.item - 1]) for p in copies), tuple(copies))
+    return Recipe(tuple(releases), tuple(p.size * granules[p.item] for p in copies), tuple(copies))
 
 
 def place_recipe(problem: Problem, resolution: Resolution) -> tuple[Recipe, Placed | Blocked]:
@@ -317,14 +328,25 @@ def place_recipe(problem: Problem, resolution: Resolution) -> tuple[Recipe, Plac
     return recipe, place(problem.state.arena, recipe.releases, recipe.allocations)
 
 
-def confirm(problem: Problem, target: TargetBatch, assessment: Assessment) -> Confirmation:
+def place_target(problem: Problem, target: TargetBatch) -> Placement:
+    """Returns the target's resolution and the arena's answer."""
+    resolution = resolve(problem, target)
+    return Placement(resolution, *place_recipe(problem, resolution))
+
+
+def confirm(
+    problem: Problem, target: TargetBatch, assessment: Assessment, placement: Placement | None = None
+) -> Confirmation:
     """Returns the exact feasibility of one assessed target (row 0 of a batch of one).
 
     A target without Host KV copies needs no geometry: its array test is already exact.
+
+    Args:
+        placement: of the target, if the caller has it.
     """
     residual = assessment.residual[0].copy()
     if assessment.d2h[0, 1:].any():
-        _, answer = place_recipe(problem, resolve(problem, target))
+        answer = (placement or place_target(problem, target)).answer
         if isinstance(answer, Blocked):
             residual[HOST_KV] = max(int(residual[HOST_KV]), answer.missing)
     return Confirmation(not residual.any(), residual)

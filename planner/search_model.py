@@ -150,8 +150,8 @@ def sweep(picture: Picture) -> Swept:
         directions += [d + np.where(loose, share / room, 0) for d in directions for share in (0.25, 1.0)]
     stacked = np.stack(directions)[None] * scales[:, None, None]
     multipliers = stacked.reshape(len(scales) * len(directions), g)
-    cost = picture.price[None] + (use.reshape(v * k, g) @ multipliers.T).T.reshape(-1, v, k)
-    cost[:, ~picture.is_open] = np.inf
+    open_price = np.where(picture.is_open, picture.price, np.inf)
+    cost = open_price[None] + (use.reshape(v * k, g) @ multipliers.T).T.reshape(-1, v, k)
     codes = cost.argmin(-1).astype(np.int32)
     at = np.arange(v)
     return Swept(

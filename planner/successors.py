@@ -124,37 +124,33 @@ def _joint_moves(
     shared = np.flatnonzero(objects.class_of >= 0)
     if not len(shared) or not v:
         return np.zeros((0, v), np.int32), np.zeros(0, np.int64)
-    padded = np.zeros(problem.tables.contributions.shape[0], np.int32)
+    arrays = problem.tables
+    at = np.arange(v)
+    words = (arrays.device_mask[at, codes] | arrays.host_mask[at, codes]).astype("<u4", copy=False)
+    bits = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=-1, bitorder="little")
+    holds = bits[:, : len(shared)].T.astype(bool)  # [C, V]
+    padded = np.zeros(arrays.contributions.shape[0], np.int32)
     padded[:v] = codes
-    words = problem.tables.device_mask | problem.tables.host_mask
-    mine = words[np.arange(len(padded)), padded]  # uint32[V, W]
-    wanted, _ = class_wants(np, problem.tables, padded)
-    out, scores, seen = [], [], set()
-    for c, obj in enumerate(shared):
-        if not wanted[c] or objects.fixed_device[obj]:
-            continue
-        holders = np.flatnonzero(mine[:v, c // 32] >> np.uint32(c % 32) & np.uint32(1))
-        if len(holders) < 2:
-            continue
-        for code in (tables.demote_all, EVICT):
-            if code == EVICT and not may_evict[holders].all():
-                continue
-            if not tables.order[holders, codes[holders], code].all():
-                continue
-            move = codes.copy()
-            move[holders] = code
-            key = move.tobytes()
-            if key in seen:
-                continue
-            seen.add(key)
-            gain = (tables.relief[holders, code] - tables.relief[holders, codes[holders]]).sum(0)
-            axis = DEVICE_STATE if objects.item[obj] == 0 else DEVICE_PAGES + int(objects.item[obj]) - 1
-            gain = gain.astype(np.int64)
-            size = int(objects.size[obj])
-            gain[axis] += size
-            if code != EVICT and not objects.host[obj]:
-                kv = int(problem.tables.granules[objects.item[obj] - 1]) * size
-                gain[HOST_STATE if objects.item[obj] == 0 else HOST_KV] -= 1 if objects.item[obj] == 0 else kv
-            out.append(move)
-            scores.append(int(_score(gain, residual, tables.slack)))
-    return np.asarray(out, np.int32).reshape(-1, v), np.asarray(scores, np.int64)
+    wanted, _ = class_wants(np, arrays, padded)
+    may_move = wanted[: len(shared)] & ~objects.fixed_device[shared] & (holds.sum(1) > 1)
+    item, size, host = objects.item[shared], objects.size[shared].astype(np.int64), objects.host[shared]
+    pages = np.where(item > 0, arrays.granules[np.maximum(item - 1, 0)] * size, 1)
+    kinds = (tables.demote_all, EVICT)
+    able = np.zeros((len(shared), len(kinds)), bool)
+    gains = np.zeros((len(shared), len(kinds), tables.relief.shape[2]), np.int64)
+    c = np.arange(len(shared))
+    for j, code in enumerate(kinds):
+        can = tables.order[at, codes, code]
+        if code == EVICT:
+            can = can & may_evict
+        able[:, j] = may_move & ~(holds & ~can).any(1)
+        alone = (tables.relief[:, code] - tables.relief[at, codes]).astype(np.int64)
+        gains[:, j] = holds.astype(np.int64) @ alone
+        gains[c, j, np.where(item == 0, DEVICE_STATE, DEVICE_PAGES + item - 1)] += size
+        if code != EVICT:
+            gains[c, j, np.where(item == 0, HOST_STATE, HOST_KV)] -= np.where(host, 0, pages)
+    which, j = np.nonzero(able)
+    moves = np.where(holds[which], np.asarray(kinds, np.int32)[j][:, None], codes)
+    first = {move.tobytes(): i for i, move in reversed(list(enumerate(moves)))}  # classes of the same holders
+    rows = sorted(first.values())
+    return moves[rows].astype(np.int32), _score(gains[which, j][rows], residual, tables.slack)

@@ -24,7 +24,15 @@ from ninfer_jax.planner.needs import growth_pages
 from ninfer_jax.planner.plan import Action, Committed, Readiness, ResourcePlan, StageName, Step, VictimClaim
 from ninfer_jax.planner.problem import Problem, base_tokens
 from ninfer_jax.planner.projection import assess_numpy
-from ninfer_jax.planner.resolution import Piece, Recipe, Resolution, When, place_recipe, resolve
+from ninfer_jax.planner.resolution import (
+    Piece,
+    Placement,
+    Recipe,
+    Resolution,
+    When,
+    place_target,
+    resolve,
+)
 from ninfer_jax.planner.search_types import Assessment
 from ninfer_jax.planner.sources import ImageRule
 from ninfer_jax.planner.state import PhysicalState, checkpoint_ref
@@ -55,19 +63,20 @@ def seal(
     *,
     intent: tuple[int, ...] = (),
     assessment: Assessment | None = None,
+    placement: Placement | None = None,
 ) -> ResourcePlan | Blocked | None:
     """Returns the sealed plan of one target; Blocked if the arena refuses it, None if an axis does.
 
     Args:
         target: a batch of one.
         intent: the caller's final schedule intent, consumed here; a plan has no mutation API (G-3).
-        assessment: of the target, if the caller has it already.
+        assessment, placement: of the target, if the caller has them already.
     """
     assessment = assess_numpy(problem, target) if assessment is None else assessment
     if not bool(assessment.fits[0]):
         return None
-    resolution = resolve(problem, target)
-    recipe, placed = place_recipe(problem, resolution)
+    placement = placement or place_target(problem, target)
+    resolution, recipe, placed = placement.resolution, placement.recipe, placement.answer
     if isinstance(placed, Blocked):
         return placed
     state, which = problem.state, resolution.candidate

@@ -3,9 +3,15 @@
 Owns the synthetic states, what is timed, and the report. Times are wall milliseconds (p50, p99) and processor
 milliseconds (cpu); on a shared machine compare them with `reference`, a fixed NumPy workload of the same run.
 
-    identity_search   a round that needs no pressure, without its tables
-    identity_round    the same with tables
-    pressured_round   a whole round on a full state: tables, search, seal
+    holdings          what follows from the state alone; the program makes it once a revision
+    tables            the pressure domain of one request: options, tables
+    targets_N         assessing N random targets
+    identity_search   a round that needs no pressure, planned again on a problem that was planned before
+    identity_round    the same with a new problem each time: sources, search, seal
+    pressured_round   a whole round on a full state: problem, tables, search of `--targets` targets, seal
+
+Rounds start from given holdings and given facts of the manager; both change with a revision, not with a
+request.
 """
 
 from __future__ import annotations
@@ -25,7 +31,15 @@ from ninfer_jax.cli.arguments import print_json
 from ninfer_jax.options import PAGE_TOKENS
 
 if TYPE_CHECKING:
-    from ninfer_jax.planner import Candidate, PhysicalState, Problem, TargetBatch
+    from ninfer_jax.planner import (
+        Budget,
+        CacheFacts,
+        Candidate,
+        Holdings,
+        PhysicalState,
+        Problem,
+        TargetBatch,
+    )
     from ninfer_jax.planner.problem_json import PlanInputs
 
 GROUP = 8  # owners that share one root prefix
@@ -44,6 +58,7 @@ def add_parser(subjects: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--rounds", type=int, default=2_000, metavar="N", help="rounds of the memory check (default 2000)"
     )
+    parser.add_argument("--targets", type=int, default=2_048, metavar="N", help="of a round (default 2048)")
     parser.add_argument("--no-growth", action="store_true", help="skip growth with owners and pages")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the last pressured round for `plan`")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -65,16 +80,25 @@ class Bench:
     """One size: a full state, and a request that fits beside it and one that does not."""
 
     state: PhysicalState
+    holdings: Holdings
+    facts: CacheFacts
     easy: tuple[Candidate, ...]
     hard: tuple[Candidate, ...]
+    max_targets: int
+
+    def problem(self, candidates: tuple[Candidate, ...]) -> Problem:
+        """Returns a new round on the state."""
+        from ninfer_jax import planner
+
+        return planner.make_problem(self.state, candidates, holdings=self.holdings)
 
 
 def run_bench_planner(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the report of all sizes."""
     from ninfer_jax.errors import OptionError
 
-    if min(args.owners) < 1 or args.checkpoints < 1 or min(args.repeats, args.rounds) < 1:
-        raise OptionError("--owners, --checkpoints, --repeats and --rounds must be at least 1")
+    if min(args.owners) < 1 or args.checkpoints < 1 or min(args.repeats, args.rounds, args.targets) < 1:
+        raise OptionError("--owners, --checkpoints, --repeats, --rounds and --targets must be at least 1")
     if args.pages < 2 * max(args.owners) or args.checkpoints > 30:
         raise OptionError(
             f"expected at least 2 pages per owner and at most 30 checkpoints, got {args.pages} pages, "
@@ -85,17 +109,17 @@ def run_bench_planner(args: argparse.Namespace) -> dict[str, Any]:
     report["sizes"] = []
     bench = None
     for owners in args.owners:
-        bench = make_bench(owners, args.checkpoints, args.pages)
+        bench = make_bench(owners, args.checkpoints, args.pages, args.targets)
         report["sizes"].append({"owners": owners, **measure(bench, args.repeats)})
     assert bench is not None
     report["memory"] = measure_memory(bench, args.rounds)
     if not args.no_growth:
         few = max(args.repeats // 5, 3)
-        by_owners = [make_bench(o, args.checkpoints, args.pages) for o in GROWTH_OWNERS]
+        by_owners = [make_bench(o, args.checkpoints, args.pages, args.targets) for o in GROWTH_OWNERS]
         report["growth_with_owners"] = [
             {"owners": o, **brief(b, few)} for o, b in zip(GROWTH_OWNERS, by_owners, strict=True)
         ]
-        by_pages = [make_bench(max(args.owners), args.checkpoints, p) for p in GROWTH_PAGES]
+        by_pages = [make_bench(max(args.owners), args.checkpoints, p, args.targets) for p in GROWTH_PAGES]
         report["growth_with_pages"] = [
             {"pages": p, **brief(b, few)} for p, b in zip(GROWTH_PAGES, by_pages, strict=True)
         ]
@@ -143,7 +167,7 @@ def make_state(owners: int, checkpoints: int, pages: int, seed: int = 0) -> Phys
     return state
 
 
-def make_bench(owners: int, checkpoints: int, pages: int) -> Bench:
+def make_bench(owners: int, checkpoints: int, pages: int, max_targets: int = 2_048) -> Bench:
     """Returns the state with three reusable sources, one easy and one hard request."""
     from ninfer_jax import planner
     from ninfer_jax.planner.ids import CheckpointId, OwnerId
@@ -162,21 +186,25 @@ def make_bench(owners: int, checkpoints: int, pages: int) -> Bench:
                 found.append(planner.Candidate(i + 1, CheckpointId(row), consume, request))
         return tuple(found)
 
-    return Bench(
-        state, candidates(max(free // 2, 2)), candidates(min(free + max(capacity // 8, 2), capacity))
-    )
+    easy, hard = candidates(max(free // 2, 2)), candidates(min(free + max(capacity // 8, 2), capacity))
+    holdings = planner.make_holdings(state)
+    facts = planner.make_facts(planner.make_problem(state, hard, holdings=holdings))
+    return Bench(state, holdings, facts, easy, hard, max_targets)
 
 
 def inputs_of(bench: Bench) -> PlanInputs:
     """Returns the pressured round as planning inputs."""
-    from ninfer_jax import planner
     from ninfer_jax.planner.cost import GENERIC_GPU
-    from ninfer_jax.planner.portfolio import make_facts
     from ninfer_jax.planner.problem_json import PlanInputs
 
-    facts = make_facts(planner.make_problem(bench.state, bench.hard))
-    budget = planner.Budget(deadline_ns=UNHURRIED_NS, first_window_ns=UNHURRIED_NS)
-    return PlanInputs(bench.state, bench.hard, facts, GENERIC_GPU, budget)
+    return PlanInputs(bench.state, bench.hard, bench.facts, GENERIC_GPU, budget_of(bench))
+
+
+def budget_of(bench: Bench) -> Budget:
+    """Returns a budget that targets alone bound: a loaded machine then does the same work as a quiet one."""
+    from ninfer_jax.planner import Budget
+
+    return Budget(bench.max_targets, deadline_ns=UNHURRIED_NS, first_window_ns=UNHURRIED_NS)
 
 
 def random_targets(problem: Problem, count: int, seed: int = 0) -> TargetBatch:
@@ -196,10 +224,10 @@ def measure(bench: Bench, repeats: int) -> dict[str, Any]:
     """Returns all timings of one size."""
     from ninfer_jax import planner
 
-    problem = planner.make_problem(bench.state, bench.hard)
+    problem = bench.problem(bench.hard)
     functions = planner.physical_functions(problem)
     small, large = random_targets(problem, 256), random_targets(problem, 4096)
-    easy = planner.make_problem(bench.state, bench.easy)
+    easy = bench.problem(bench.easy)
     last: list[Any] = []
     pressured = timed(lambda: last.append(plan(bench, bench.hard)), repeats)
     targets = sorted(p.search.num_targets for p in last if p.search is not None)
@@ -207,7 +235,8 @@ def measure(bench: Bench, repeats: int) -> dict[str, Any]:
         "runs": int((bench.state.run_pool >= 0).sum()),
         "classes": int((problem.objects.class_of >= 0).sum()),
         "options": problem.num_options,
-        "tables": timed(lambda: planner.make_problem(bench.state, bench.hard), repeats),
+        "holdings": timed(lambda: planner.make_holdings(bench.state), repeats),
+        "tables": timed(lambda: bench.problem(bench.hard).tables, repeats),
         "targets_256": timed(lambda: functions.assess(small), repeats),
         "targets_4096": timed(lambda: functions.assess(large), max(repeats // 5, 3)),
         "identity_search": timed(lambda: plan(bench, bench.easy, easy), repeats),
@@ -224,34 +253,30 @@ def brief(bench: Bench, repeats: int) -> dict[str, Any]:
     """Returns the timings that growth is shown with."""
     from ninfer_jax import planner
 
-    problem = planner.make_problem(bench.state, bench.hard)
+    problem = bench.problem(bench.hard)
     functions, small = planner.physical_functions(problem), random_targets(problem, 256)
     return {
         "runs": int((bench.state.run_pool >= 0).sum()),
-        "tables": timed(lambda: planner.make_problem(bench.state, bench.hard), repeats),
+        "holdings": timed(lambda: planner.make_holdings(bench.state), repeats),
+        "tables": timed(lambda: bench.problem(bench.hard).tables, repeats),
         "targets_256": timed(lambda: functions.assess(small), repeats),
         "pressured_round": timed(lambda: plan(bench, bench.hard), repeats),
     }
 
 
 def plan(bench: Bench, candidates: tuple[Candidate, ...], problem: Problem | None = None) -> Any:
-    """Returns one whole planning call; tables are made unless a problem is given.
-
-    Only targets bound the search, not time: a loaded machine then does the same work as a quiet one.
-    """
-    from ninfer_jax import planner
+    """Returns one whole planning call on a new problem, or on the given one."""
     from ninfer_jax.planner.cost import GENERIC_GPU
     from ninfer_jax.planner.planning import plan_materialization
-    from ninfer_jax.planner.portfolio import make_facts
     from ninfer_jax.planner.publication import publication_slots
 
-    problem = problem or planner.make_problem(bench.state, candidates)
+    problem = problem or bench.problem(candidates)
     return plan_materialization(
         problem,
-        make_facts(problem),
+        bench.facts,
         GENERIC_GPU,
         adoptable=publication_slots(problem, vacant=1),
-        budget=planner.Budget(deadline_ns=UNHURRIED_NS, first_window_ns=UNHURRIED_NS),
+        budget=budget_of(bench),
         clock=time.perf_counter_ns,
     )
 

@@ -318,6 +318,37 @@ def test_cow_05_shared_capture_at_an_aligned_frontier():
     assert len(space(state, y, 0)) == len(space(state, s, 0)) + 1
 
 
+@pytest.mark.parametrize(
+    ("frontier", "shared", "copied_pages"), [(5000, False, 0), (5000, True, 1), (4992, True, 0)]
+)
+def test_anc_02_capture_as_a_host_snapshot(frontier, shared, copied_pages):
+    """K-5, E-6: a full Device takes the image to a Host slot; the pages are captured as on Device."""
+    state = empty(1, 0, pages=120, host_states=1)
+    state, y = activate_root(state, 5200)
+    state = advance(state, y, frontier)
+    spec = CheckpointSpec(
+        frontier, CheckpointKind.SHARED_STABLE_PREFIX if shared else CheckpointKind.LONG_ANCHOR
+    )
+    with pytest.raises(ValueError, match="no free Device state slot of 1; release something first"):
+        capture(state, y, spec, shared=shared)
+    before, runs = used(state), {r for r, _ in space(state, y, 0)}
+    after, holder = capture(state, y, spec, shared=shared, state_tier=Tier.HOST)
+    check_invariants(after)
+    assert (used(after) - before).tolist() == [0, 1, 0, copied_pages]
+    assert {r for r, _ in space(after, holder, 0)} >= runs  # the checkpoint keeps the very pages
+    row = checkpoint_row(after, holder)
+    assert is_valid(after, row) and not is_device_ready(after, row)
+    assert after.owner_writes[y] == state.owner_writes[y]  # the sequence goes on in its own image
+    with pytest.raises(ValueError, match="no free Host state slot of 1"):
+        capture(
+            after,
+            y,
+            CheckpointSpec(frontier, CheckpointKind.TURN_CLOSURE),
+            shared=False,
+            state_tier=Tier.HOST,
+        )
+
+
 def test_cow_07_each_typed_pool_has_its_own_frontier():
     for backend, fits in ((8, True), (7, False)):
         state = empty(1, 3, pages=(20, backend))

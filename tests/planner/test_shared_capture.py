@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
+from ninfer_jax.planner.candidate import capture_candidate
 from ninfer_jax.planner.capacity import make_capacity
 from ninfer_jax.planner.cost import Q32, MachineCostModel, PrefillModel, TransferCoefficients, TransferModel
 from ninfer_jax.planner.demand import Demand, Portfolio, commit_demand, match_matrix
 from ninfer_jax.planner.ids import CheckpointKind, OwnerKind
 from ninfer_jax.planner.operations import CheckpointSpec, activate_root, add_owner, advance, set_pin
-from ninfer_jax.planner.candidate import capture_candidate
 from ninfer_jax.planner.planning import capture_scenario
 from ninfer_jax.planner.portfolio import NewCheckpoint, Retention, capture_gains, make_facts, make_value
 from ninfer_jax.planner.problem import make_problem
