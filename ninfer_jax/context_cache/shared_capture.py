@@ -15,7 +15,7 @@ from ninfer_jax.context_cache.captures import DECLARED, CaptureIntent
 from ninfer_jax.context_cache.catalog import CellId, entries, first_vacant
 from ninfer_jax.context_cache.portfolio_facts import facts_of
 from ninfer_jax.context_cache.ports import CaptureUnits
-from ninfer_jax.context_cache.records import CacheState, SharedCapture, protected
+from ninfer_jax.context_cache.records import CacheState, SharedCapture
 from ninfer_jax.planner.cost import MachineCostModel, prefill_ns, transfer_ns
 from ninfer_jax.planner.demand import Portfolio, match_matrix
 from ninfer_jax.planner.ids import OwnerKind
@@ -91,11 +91,11 @@ def _ways(state: CacheState) -> list[_Scenario]:
     vacant = first_vacant(state.catalog, OwnerKind.SHARED)
     if vacant is not None:
         return [_Scenario(vacant, None)]
-    held = protected(state)
+    # an entry that is read or claimed is no victim of the round, and its scenario falls away there
     return [
         _Scenario(at, int(entry.summary.owner))
         for at, entry in entries(state.catalog)
-        if at.kind is OwnerKind.SHARED and entry.summary.owner_key not in held
+        if at.kind is OwnerKind.SHARED
     ]
 
 

@@ -182,6 +182,16 @@ def test_cand_11_a_declared_prefix_is_published_at_first_sight(worlds):
     world.check()
 
 
+def test_a_credit_goes_with_its_owner(worlds):
+    world = worlds.make_world()
+    publish(world)
+    (entry,) = shared_entries(world)
+    intent = world.manager.release_intent(entry.summary.owner_key)
+    world.manager.adopt_release(intent, world.program.release(entry.summary.owner))
+    assert world.state.portfolio.credits == ()  # the row's next owner must not inherit it
+    world.check()
+
+
 def test_cand_12_a_default_marker_waits_for_a_second_domain(worlds):  # E-1, CAND-15
     world = worlds.make_world()
     default = Evidence.DEFAULT_AUTOMATIC
