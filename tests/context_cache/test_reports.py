@@ -106,6 +106,7 @@ def test_bf_01_the_proof_speaks_of_requests(worlds):
 
 def test_val_01_the_window_forgets_after_32(worlds):
     world = worlds.make_world(lanes=1, private=2)
+    world.tick_ns = 500_000
     world.turn(prompt(100), from_messages=False)
     _, hit = world.turn(prompt(120), from_messages=False)
     key = hit.shortlist.verified[0].checkpoint.key
@@ -136,6 +137,7 @@ def test_domains_are_the_session_or_one_of_their_own(worlds):  # O-4
 
 def test_the_summary_adds_up(worlds):  # issue item 8: sums equal the per-request records
     world = worlds.make_world()
+    world.tick_ns = 500_000
     records = []
     for n in range(12):
         tokens = prompt(70 + 10 * (n % 3)) if n % 2 else prompt(90, 1000 * n)
