@@ -1,5 +1,7 @@
 """Inference for Qwen3.5 hybrid models, with a planner that decides what context to keep."""
 
+from typing import Any
+
 from ninfer_jax.engine import Engine
 from ninfer_jax.errors import (
     EngineClosedError,
@@ -30,4 +32,19 @@ __all__ = [
     "RequestHandle",
     "SamplingParams",
     "TextDelta",
+    "__version__",
 ]
+
+__version__: str
+
+
+def __getattr__(name: str) -> Any:
+    """Returns ``__version__``, read from the installed package's metadata when somebody asks."""
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import metadata
+
+    try:
+        return metadata.version("ninfer-jax")
+    except metadata.PackageNotFoundError:
+        return "0+uninstalled"  # a checkout on the path: no release can be named

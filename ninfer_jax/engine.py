@@ -194,6 +194,10 @@ class Engine:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         show_progress: bool | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        enable_thinking: bool | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
         **hints: Unpack[HintArguments],
     ) -> GenerationResult: ...
 
@@ -204,6 +208,10 @@ class Engine:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         show_progress: bool | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        enable_thinking: bool | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
         **hints: Unpack[HintArguments],
     ) -> list[GenerationResult]: ...
 
@@ -213,6 +221,10 @@ class Engine:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         show_progress: bool | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        enable_thinking: bool | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
         **hints: Unpack[HintArguments],
     ) -> GenerationResult | list[GenerationResult]:
         """Returns one result for one prompt, a list in the order of the prompts for several.
@@ -223,6 +235,8 @@ class Engine:
             prompts: text or token ids (or messages), one or many.
             sampling: one for all, or one for each prompt.
             show_progress: None shows a bar where stderr is a terminal.
+            tools, enable_thinking, template_kwargs: variables of the chat template, for messages.
+            timeout_s: seconds for each request, from when it is fed to the queue; see ``submit``.
             hints: as for ``submit``.
         Raises:
             PromptError, OptionError, RequestError: of the first prompt that is refused or fails; the others
@@ -231,6 +245,7 @@ class Engine:
         """
         items, is_single = one_or_many(prompts)
         params = _one_for_each(sampling, len(items))
+        how = PromptOptions(tools, enable_thinking, template_kwargs)
         results: dict[int, GenerationResult] = {}
         ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         handles: dict[int, RequestHandle] = {}
@@ -256,8 +271,8 @@ class Engine:
                         slot,
                         item,
                         params[index],
-                        PromptOptions(),
-                        timeout_s=None,
+                        how,
+                        timeout_s=timeout_s,
                         hints=hints,
                         wants_events=False,
                         on_end=lambda number=index: ended.put(number),

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import closing
 from typing import Any
 
 from ninfer_jax.cli.arguments import add_engine_arguments, add_sampling_arguments, open_engine, sampling_from
 from ninfer_jax.errors import PromptError
 
-HELP = "commands: /reset forgets the conversation, /regenerate answers again, /quit ends (Ctrl-D too)"
+HELP = (
+    "commands: /reset forgets the conversation, /regenerate answers again, /quit ends (Ctrl-D too); "
+    "Ctrl-C stops an answer, which stays as far as it got, and at the prompt it ends the chat"
+)
 
 
 def add_parser(verbs: argparse._SubParsersAction) -> None:
@@ -49,9 +53,12 @@ def run(args: argparse.Namespace) -> int:
                 messages.append({"role": "user", "content": line})
             else:
                 continue
-            messages.append(
-                {"role": "assistant", "content": answer(engine, messages, sampling, args.thinking)}
-            )
+            text = answer(engine, messages, sampling, args.thinking, is_stoppable=interactive)
+            if text is None:
+                messages.pop()
+                print("stopped before the first word: this turn is forgotten", file=sys.stderr)
+            else:
+                messages.append({"role": "assistant", "content": text})
     return 0
 
 
@@ -65,15 +72,33 @@ def read_turn(interactive: bool) -> str | None:
         raise PromptError(f"standard input is not {error.encoding} text: {error.reason}") from error
 
 
-def answer(engine: Any, messages: list[dict[str, Any]], sampling: Any, thinking: bool) -> str:
-    """Streams one answer to stdout and returns its content without the reasoning."""
+def answer(
+    engine: Any, messages: list[dict[str, Any]], sampling: Any, thinking: bool, *, is_stoppable: bool
+) -> str | None:
+    """Streams one answer to stdout and returns its content without the reasoning.
+
+    Args:
+        engine: a started engine.
+        messages: the conversation, a user's turn last.
+        sampling: of the answer.
+        thinking: whether the template may open a reasoning block.
+        is_stoppable: whether Ctrl-C ends this answer only. Then it is cancelled, and what it said stays part
+            of the conversation; None if that is nothing.
+    """
     from ninfer_jax.results import TextDelta
 
     pieces: list[str] = []
-    for event in engine.stream(messages, sampling=sampling, enable_thinking=thinking):
-        if isinstance(event, TextDelta):
-            print(event.text, end="", flush=True)
-            if event.channel == "content":
-                pieces.append(event.text)
+    was_stopped = False
+    try:
+        with closing(engine.stream(messages, sampling=sampling, enable_thinking=thinking)) as events:
+            for event in events:
+                if isinstance(event, TextDelta):
+                    print(event.text, end="", flush=True)
+                    if event.channel == "content":
+                        pieces.append(event.text)
+    except KeyboardInterrupt:
+        if not is_stoppable:
+            raise
+        was_stopped = True
     print()
-    return "".join(pieces)
+    return None if was_stopped and not pieces else "".join(pieces)

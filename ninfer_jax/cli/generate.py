@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from typing import Any
 
+from ninfer_jax.checks import checked_seconds
 from ninfer_jax.cli.arguments import (
     add_engine_arguments,
     add_sampling_arguments,
@@ -30,6 +32,18 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--token-ids", action="append", metavar="IDS", help="a prompt as ids: 12,7,99; may be repeated"
     )
+    parser.add_argument("--tools", metavar="FILE", help="JSON list of the tools that --chat may call")
+    parser.add_argument(
+        "--thinking",
+        action=argparse.BooleanOptionalAction,
+        help="let --chat's template open a reasoning block, or close it (default: as the template has it)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="of each prompt; running out, an answer ends as far as it got, and one that never began fails",
+    )
     parser.add_argument("--json", action="store_true", help="print results as JSON")
     add_engine_arguments(parser)
     add_sampling_arguments(parser)
@@ -40,12 +54,15 @@ def run(args: argparse.Namespace) -> int:
     """Runs all prompts as one batch and prints the answers in their order."""
     prompts = read_prompts(args)
     sampling = sampling_from(args)
+    tools = None if args.tools is None else read_tools(args.tools)
     with open_engine(args) as engine:
         asked: list[Prompt] = [
             chat_messages(args.system, prompt) if args.chat and isinstance(prompt, str) else prompt
             for prompt in prompts
         ]
-        results = engine.generate(asked, sampling)
+        results = engine.generate(
+            asked, sampling, tools=tools, enable_thinking=args.thinking, timeout_s=args.timeout
+        )
     if args.json:
         print_json([describe_result(result) for result in results])
     else:
@@ -65,7 +82,28 @@ def read_prompts(args: argparse.Namespace) -> list[str | list[int]]:
         raise OptionError("--token-ids cannot be combined with --chat: a template needs text")
     if args.system is not None and not args.chat:
         raise OptionError("--system needs --chat: a raw prompt has no messages")
+    for name in ("tools", "thinking"):
+        if getattr(args, name) is not None and not args.chat:
+            raise OptionError(f"--{name} needs --chat: only a template knows what to make of it")
+    if args.timeout is not None:
+        checked_seconds("--timeout", args.timeout)  # here, so that a mistake is answered before a model loads
     return prompts
+
+
+def read_tools(path: str) -> list[Any]:
+    """Returns the tool descriptions of a JSON file; the engine checks each of them.
+
+    Raises:
+        OptionError: if the file holds no JSON list.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            tools = json.load(file)
+    except (ValueError, RecursionError) as error:
+        raise OptionError(f"--tools: {path} is not valid JSON: {error}") from error
+    if not isinstance(tools, list):
+        raise OptionError(f"--tools: {path} holds {type(tools).__name__}, expected a list of tool objects")
+    return tools
 
 
 def read_stdin() -> str:

@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from ninfer_jax.cli import bench, chat, demo, doctor, generate, plan
 
@@ -23,6 +24,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ninfer-jax", description="Inference for Qwen3.5 hybrid models that plans what context to keep."
     )
+    parser.add_argument("--version", action=_PrintVersion, nargs=0, help="print the version and end")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for verb in (demo, generate, chat, doctor, plan, bench):
         verb.add_parser(verbs)
@@ -32,19 +34,32 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0 done, 1 the verb itself reports failure, 2 bad input, 130 interrupted.
 
+    A reader of our output that went away (`| head`) has what it wanted: that is no failure, but 0.
+
     Args:
         argv: arguments after the program name; ``sys.argv[1:]`` when None.
     """
+    try:
+        try:
+            return _run(argv)
+        finally:
+            # Here, where it can be answered: at exit a pipe that nobody reads any more would be a complaint.
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        if sys.stdout is not None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still held goes nowhere
+        return EXIT_OK
+
+
+def _run(argv: Sequence[str] | None) -> int:
     args = build_parser().parse_args(argv)
     try:
         return args.run(args)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return EXIT_INTERRUPTED  # without a word: whoever pressed the keys knows
     except BrokenPipeError:
-        # The reader of our output went away (`| head`): point stdout elsewhere, so the exit flush is silent.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_OK
+        raise  # an OSError, but nobody's mistake
     except Exception as failure:
         code = exit_code_of(failure)
         if code is None:
@@ -73,6 +88,16 @@ def one_line(failure: BaseException) -> str:
     if isinstance(failure, OSError) and failure.filename is not None:
         return f"{failure.filename}: {failure.strerror}"
     return " ".join(str(failure).split()) or type(failure).__name__
+
+
+class _PrintVersion(argparse.Action):
+    """Looks the version up only when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *unused: Any) -> None:
+        from ninfer_jax import __version__
+
+        print(f"{parser.prog} {__version__}")
+        parser.exit()
 
 
 if __name__ == "__main__":
