@@ -20,6 +20,14 @@ class Counters:
     finished: Counter[str] = field(default_factory=Counter)  # by finish reason
     failed: Counter[str] = field(default_factory=Counter)  # by error kind
     admissions: int = 0
+    backfills: int = 0  # admissions past a blocked head, under proof
+    sources: Counter[str] = field(default_factory=Counter)  # what they started from
+    misses: Counter[str] = field(default_factory=Counter)  # why they reused no more
+    stop_reasons: Counter[str] = field(default_factory=Counter)  # of their plans (G-13)
+    plans: int = 0
+    planning_ns: int = 0
+    restored_bytes: int = 0
+    offloaded_bytes: int = 0
     blocked_assessments: int = 0
     prompt_tokens: int = 0  # of admitted requests
     reused_tokens: int = 0

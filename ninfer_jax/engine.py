@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Unpack, overload
 
 from ninfer_jax.checks import checked_seconds
+from ninfer_jax.context_cache.request_facts import RequestFacts, make_request_facts
 from ninfer_jax.errors import EngineClosedError, OptionError, PromptError, RequestError, RequestErrorKind
 from ninfer_jax.frontend.frontend import Frontend
 from ninfer_jax.handle import RequestHandle, Response
@@ -24,8 +25,9 @@ from ninfer_jax.inbox import Ask, Close, Inbox, Submit
 from ninfer_jax.job import NS_PER_S, Job
 from ninfer_jax.options import EngineOptions, ResolvedOptions
 from ninfer_jax.outstanding import OutstandingGate, OutstandingSlot
-from ninfer_jax.parts import EngineParts, ModelFacts
-from ninfer_jax.prepare import PromptOptions, prepare_request
+from ninfer_jax.parts import EngineParts, ModelFacts, make_manager
+from ninfer_jax.planner.outcome import PlanOutcome
+from ninfer_jax.prepare import PreparedRequest, PromptOptions, prepare_request
 from ninfer_jax.progress import progress_bar
 from ninfer_jax.prompts import Messages, Prompt, is_messages, one_or_many
 from ninfer_jax.request import HintArguments, Request, RequestId
@@ -70,6 +72,7 @@ class Engine:
         self._is_closing = False
         self._worker = Worker(
             parts.program,
+            make_manager(parts),
             num_lanes=parts.options.max_concurrency,
             max_outstanding=parts.options.max_outstanding_requests,
             inbox=self._inbox,
@@ -310,6 +313,39 @@ class Engine:
         report = self._ask(self._worker.stats)
         return {**report, "outstanding": self._gate.held, "outstanding_limit": self._gate.limit}
 
+    def plan(
+        self,
+        prompt: Prompt,
+        *,
+        sampling: SamplingParams | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        enable_thinking: bool | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        anchor_prompt_end: bool = False,
+        **hints: Unpack[HintArguments],
+    ) -> PlanOutcome:
+        """Returns the plan that this request would get now, without starting it; nothing changes.
+
+        Arguments as for ``submit``. ``explain()`` tells it to a person, ``to_json()`` saves it for
+        ``ninfer-jax plan``.
+
+        Raises:
+            PromptError, OptionError, RequestError, EngineClosedError: as ``submit``.
+        """
+        self._require_open()
+        how = PromptOptions(tools, enable_thinking, template_kwargs, anchor_prompt_end)
+        made = self._prepare(prompt, sampling, how, hints, default_seed=0)
+        request = self._request(RequestId(0), made, timeout_s=None)
+        facts = _facts(request, made)
+        return self._ask(lambda: self._worker.dry_run(facts))
+
+    def clear_cache(self) -> int:
+        """Releases every inactive context that no running request reads, and says how many.
+
+        What running requests publish when they end is kept as ever.
+        """
+        return self._ask(self._worker.clear_cache)
+
     # -- driving and ending ----------------------------------------------------------------------------------
 
     def step(self) -> bool:
@@ -367,30 +403,15 @@ class Engine:
         on_end: Callable[[], None] | None = None,
     ) -> RequestHandle:
         try:
-            now_ns = self._clock()
             number = RequestId(next(self._numbers))
-            made = prepare_request(
-                self._parts.frontend,
-                self._parts.options,
-                prompt,
-                sampling=sampling,
-                prompt_options=how,
-                hints=hints,
-                default_seed=(self._parts.options.seed + number) % 2**32,
-            )
-            request = Request(
-                request_id=number,
-                publication_order=number,
-                identity=made.prepared.identity,
-                hints=made.hints,
-                submitted_ns=now_ns,
-                pending_deadline_ns=now_ns + round(self._parts.options.pending_timeout_s * NS_PER_S),
-                deadline_ns=_deadline(now_ns, timeout_s),
-            )
+            seed = (self._parts.options.seed + number) % 2**32
+            made = self._prepare(prompt, sampling, how, hints, default_seed=seed)
+            request = self._request(number, made, timeout_s=timeout_s)
             response = Response(number, slot, wants_events=wants_events, on_end=on_end)
             job = Job(
                 request=request,
                 work=made.work,
+                facts=_facts(request, made),
                 output=made.output,
                 response=response,
                 wants_logprobs=made.wants_logprobs,
@@ -409,6 +430,37 @@ class Engine:
             slot.consumer_released()
             raise
         return handle
+
+    def _prepare(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        how: PromptOptions,
+        hints: HintArguments,
+        *,
+        default_seed: int,
+    ) -> PreparedRequest:
+        return prepare_request(
+            self._parts.frontend,
+            self._parts.options,
+            prompt,
+            sampling=sampling,
+            prompt_options=how,
+            hints=hints,
+            default_seed=default_seed,
+        )
+
+    def _request(self, number: RequestId, made: PreparedRequest, *, timeout_s: float | None) -> Request:
+        now_ns = self._clock()
+        return Request(
+            request_id=number,
+            publication_order=number,
+            identity=made.prepared.identity,
+            hints=made.hints,
+            submitted_ns=now_ns,
+            pending_deadline_ns=now_ns + round(self._parts.options.pending_timeout_s * NS_PER_S),
+            deadline_ns=_deadline(now_ns, timeout_s),
+        )
 
     def _require_open(self) -> None:
         if self._is_closing:
@@ -430,6 +482,11 @@ class Engine:
         if not is_answer:
             raise value
         return value
+
+
+def _facts(request: Request, made: PreparedRequest) -> RequestFacts:
+    closure = made.prepared.turn_closure_frontier
+    return make_request_facts(request, made.prepared, made.work, turn_closure_frontier=closure)
 
 
 def plan_memory(path: str | Path, *, options: EngineOptions | None = None, **changes: Any) -> dict[str, Any]:

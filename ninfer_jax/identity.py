@@ -92,6 +92,7 @@ class PreparedPrompt:
     identity: PromptIdentity
     boundaries: tuple[Boundary, ...]  # ascending by frontier
     generation_opener_frontier: int | None  # before the words that make the model answer (ResponseReplay)
+    turn_closure_frontier: int | None = None  # behind the last user query, before all it led to (TurnClosure)
     starts_in_reasoning: bool = False  # the template ended the prompt inside an open thinking block
     from_messages: bool = False  # rendered by the chat template, so the answer has channels
     prompt_end_anchor: int | None = None  # N-7: raw prompts may offer an anchor one token before their end

@@ -21,6 +21,7 @@ from ninfer_jax.results import (
 )
 
 if TYPE_CHECKING:
+    from ninfer_jax.context_cache.request_facts import RequestFacts
     from ninfer_jax.frontend.output import Delta, OutputSession
     from ninfer_jax.program.admission import RequestWork
 
@@ -33,6 +34,7 @@ class Job:
 
     request: Request
     work: RequestWork
+    facts: RequestFacts
     output: OutputSession  # committed: stop matching and detokenisation up to the last committed token
     response: Response
     wants_logprobs: bool
@@ -44,6 +46,8 @@ class Job:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     admitted_ns: int | None = None
     first_token_ns: int | None = None
+    record: MaterializationRecord | None = None  # once it is Active
+    ending: FinishReason | None = None  # asked for while it materialises; carried out when that is stable
 
     @property
     def request_id(self) -> RequestId:
@@ -62,6 +66,7 @@ class Job:
     def result(self, reason: FinishReason, stop_detail: str | int | None, now_ns: int) -> GenerationResult:
         """Returns the answer as it stands."""
         prompt_tokens = self.request.prompt_tokens
+        cached = 0 if self.record is None else self.record.reused_tokens
         return GenerationResult(
             request_id=self.request_id,
             text="".join(self.content),
@@ -69,19 +74,12 @@ class Job:
             token_ids=tuple(self.token_ids),
             finish_reason=reason,
             stop_detail=stop_detail,
-            usage=Usage(prompt_tokens=prompt_tokens, completion_tokens=len(self.token_ids), cached_tokens=0),
+            usage=Usage(
+                prompt_tokens=prompt_tokens, completion_tokens=len(self.token_ids), cached_tokens=cached
+            ),
             logprobs=tuple(self.logprobs) if self.wants_logprobs else None,
-            materialization=None if self.admitted_ns is None else self.materialization(),
+            materialization=self.record,
             timings=self.timings(now_ns),
-        )
-
-    def materialization(self) -> MaterializationRecord:
-        """Returns where the request started from; every one starts from root (F-4)."""
-        return MaterializationRecord(
-            source="root",
-            reused_tokens=0,
-            prefill_tokens=self.request.prompt_tokens,
-            miss_reason="disabled" if self.request.hints.cache == "disabled" else "no_match",
         )
 
     def timings(self, now_ns: int) -> Timings:

@@ -5,11 +5,13 @@ Owns values and text only; ``assembly`` makes the parts, the engine runs them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ninfer_jax.options import ResolvedOptions
-from ninfer_jax.program.memory_table import format_bytes
+from ninfer_jax.context_cache.ports import CaptureUnits
+from ninfer_jax.context_cache.resource_manager import ResourceManager
+from ninfer_jax.options import PAGE_TOKENS, ResolvedOptions
+from ninfer_jax.planner.cost import MachineCostModel, resolve_cost_model
 
 if TYPE_CHECKING:
     from ninfer_jax.frontend.frontend import Frontend
@@ -38,6 +40,7 @@ class EngineParts:
     frontend: Frontend
     program: Program
     model: ModelFacts
+    prices: MachineCostModel = field(default_factory=lambda: resolve_cost_model(platform="cpu"))
 
     def describe(self) -> str:
         """Returns the model, the resolved options and the memory table as text."""
@@ -52,6 +55,23 @@ class EngineParts:
             self.program.memory_table().render(),
         ]
         return "\n".join(lines)
+
+
+def make_manager(parts: EngineParts) -> ResourceManager:
+    """Returns the manager of an engine made of these parts."""
+    capacity = parts.program.capacity
+    return ResourceManager(
+        parts.program,
+        parts.options.cache,
+        num_lanes=capacity.num_lanes,
+        model=parts.prices,
+        units=CaptureUnits(
+            page_tokens=PAGE_TOKENS,
+            prefill_chunk_tokens=parts.program.prefill_chunk_tokens,
+            state_bytes=capacity.state_image_bytes,
+            page_bytes=tuple(pool.page_bytes for pool in capacity.pools),
+        ),
+    )
 
 
 def _option_lines(options: ResolvedOptions, prefill_chunk_tokens: int) -> list[str]:
@@ -69,11 +89,8 @@ def _option_lines(options: ResolvedOptions, prefill_chunk_tokens: int) -> list[s
     ]
     return [
         *lines,
-        "reuse      not yet: every request starts from root; recorded for it:",
-        f"           {cache.max_private_continuations} private continuations with "
+        f"reuse      {cache.max_private_continuations} private continuations with "
         f"{cache.max_long_anchors_per_continuation} anchors each, {cache.max_shared_prefixes} shared; "
         f"{', '.join(switches) or 'no switches'}",
-        f"           {cache.host_state_slots} host states, host KV "
-        f"{format_bytes(cache.host_kv_capacity_bytes)} (not allocated)",
-        f"states     {options.total_device_state_slots} on the device",
+        f"states     {options.total_device_state_slots} on the device, {cache.host_state_slots} on the host",
     ]

@@ -5,19 +5,17 @@ Owns plain frozen values only. How they travel between threads is ``handle``'s b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from ninfer_jax.frontend.channels import Channel
 from ninfer_jax.request import RequestId
+from ninfer_jax.reuse import MissReason, SourceKind
 
 # stop: an end token or a stop string; length: max_tokens or the context is full; timeout: the request's own
 # deadline passed while it was running. The answer so far is kept in every case.
 FinishReason = Literal["stop", "length", "cancelled", "timeout"]
-SourceKind = Literal["root"]
-MissReason = Literal[
-    "no_match", "no_state", "identity_mismatch", "evicted", "infeasible", "disabled", "below_minimum"
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +29,34 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class MaterializationRecord:
-    """Where one request started from, and why it reused no more."""
+    """Where one request started from, what that took, and why it reused no more.
+
+    Attributes:
+        prefill_tokens: prompt tokens that had to be computed.
+        restored_bytes: brought from Host to Device for it; offloaded_bytes: pushed to Host to make room.
+        degraded_owners: other contexts that lost something for it, evicted ones included.
+        plan_id: names the plan in logs and traces.
+        price_ns: predicted cost by cause: prefill, pressure, restore, copy, future loss (O-9).
+        stop_reason: why planning stopped (G-13).
+        targets: end states looked at.
+        is_fallback: everything unprotected had to go (G-4).
+        planning_ns: time spent on planning it.
+    """
 
     source: SourceKind
     reused_tokens: int
     prefill_tokens: int
     miss_reason: MissReason | None
+    restored_bytes: int = 0
+    offloaded_bytes: int = 0
+    degraded_owners: int = 0
+    evicted_owners: int = 0
+    plan_id: str = ""
+    price_ns: Mapping[str, int] = field(default_factory=dict)
+    stop_reason: str = "no_pressure"
+    targets: int = 0
+    is_fallback: bool = False
+    planning_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

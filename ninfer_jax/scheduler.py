@@ -8,6 +8,7 @@ queue.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
@@ -17,13 +18,15 @@ from ninfer_jax.errors import InvariantError
 from ninfer_jax.request import AdmissionStatus, RequestId
 
 NO_DEADLINE_NS = 2**63 - 1
+BACKFILL_WINDOW = 4  # how many requests behind a blocked head are looked at for each change of resources
 
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Assess the queue's head and, if it is ready, make it Active."""
+    """Plan one waiting request and, if it is ready, make it Active."""
 
     request_id: RequestId
+    head: RequestId | None = None  # the blocked head that must stay possible, when this one is not it (A-7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,8 @@ class BoundaryView:
 
     head: RequestId | None  # the oldest waiting request
     head_is_blocked: bool  # its last answer was "temporarily blocked" and nothing has changed since
+    backfill: RequestId | None  # the oldest behind a blocked head that was not refused since
+    may_admit: bool  # no transition is open (X-6)
     free_lanes: int
     prefilling: tuple[RequestId, ...]  # in order of admission
     decode_ready: tuple[RequestId, ...]  # in order of their first token
@@ -65,7 +70,7 @@ def choose(view: BoundaryView) -> Action:
     """Returns the next unit of work (Q-3).
 
     ======================  ==========  ============  ================  ============
-    head can be tried       prefilling  decode ready  last was prefill  choice
+    one can be tried        prefilling  decode ready  last was prefill  choice
     ======================  ==========  ============  ================  ============
     yes, and a lane free    any         any           any               Admit
     no                      yes         no            any               Prefill
@@ -75,11 +80,15 @@ def choose(view: BoundaryView) -> Action:
     no                      no          no            any               Idle
     ======================  ==========  ============  ================  ============
 
+    The head is tried first; only behind a blocked head may a later request be, under proof (A-7, Q-4).
     Neither side starves: with both present they alternate, and the oldest prompt goes first, so a prompt
     waits for no more than the chunks of the C - 1 prompts admitted before it.
     """
-    if view.head is not None and not view.head_is_blocked and view.free_lanes > 0:
-        return Admit(view.head)
+    if view.head is not None and view.may_admit and view.free_lanes > 0:
+        if not view.head_is_blocked:
+            return Admit(view.head)
+        if view.backfill is not None:
+            return Admit(view.backfill, head=view.head)
     if view.prefilling and not (view.decode_ready and view.prefill_was_last):
         return Prefill(view.prefilling[0])
     if view.decode_ready:
@@ -121,8 +130,11 @@ class Scheduler:
         self._waiting: deque[tuple[RequestId, int]] = deque()
         self._prefilling: tuple[RequestId, ...] = ()
         self._decode_ready: tuple[RequestId, ...] = ()
+        self._materializing: RequestId | None = None
+        self._ending: tuple[RequestId, ...] = ()
         self._prefill_was_last = False
-        self._blocked_at: tuple[RequestId, int] | None = None
+        self._blocked_at: dict[RequestId, int] = {}  # waiting requests: revision at which they were refused
+        self._donors: tuple[RequestId, tuple[RequestId, ...]] | None = None
         self._first_deadline_ns = NO_DEADLINE_NS
 
     @property
@@ -138,12 +150,23 @@ class Scheduler:
     @property
     def active(self) -> tuple[RequestId, ...]:
         """Every request that holds a lane."""
-        return self._prefilling + self._decode_ready
+        materializing = () if self._materializing is None else (self._materializing,)
+        return materializing + self._prefilling + self._decode_ready + self._ending
+
+    @property
+    def runnable(self) -> int:
+        """Requests that could run a model step now; planning makes them wait (G-10)."""
+        return len(self._prefilling) + len(self._decode_ready)
+
+    @property
+    def materializing(self) -> RequestId | None:
+        """The request whose transition is open."""
+        return self._materializing
 
     @property
     def num_active(self) -> int:
         """Lanes in use."""
-        return len(self._prefilling) + len(self._decode_ready)
+        return len(self.active)
 
     @property
     def first_deadline_ns(self) -> int:
@@ -164,6 +187,7 @@ class Scheduler:
         if len(kept) == len(self._waiting):
             raise InvariantError(f"request {request_id} is not waiting")
         self._waiting = deque(kept)
+        self._blocked_at.pop(request_id, None)
         self._first_deadline_ns = min((deadline for _, deadline in kept), default=NO_DEADLINE_NS)
 
     def expired(self, now_ns: int) -> tuple[RequestId, ...]:
@@ -172,38 +196,72 @@ class Scheduler:
             return ()
         return tuple(request_id for request_id, deadline_ns in self._waiting if deadline_ns <= now_ns)
 
-    def next_action(self, resource_revision: int) -> Action:
+    def next_action(self, resource_revision: int, *, may_admit: bool = True) -> Action:
         """Returns the next unit of work.
 
         Args:
-            resource_revision: the program's; a blocked head is tried again only after it moved (G-14).
+            resource_revision: the program's; a refused request is tried again only after it moved (G-14).
+            may_admit: no transition is open.
         """
-        return choose(self.view(resource_revision))
+        return choose(self.view(resource_revision, may_admit=may_admit))
 
-    def view(self, resource_revision: int) -> BoundaryView:
+    def view(self, resource_revision: int, *, may_admit: bool = True) -> BoundaryView:
         """Returns what ``choose`` looks at."""
-        head = self._waiting[0][0] if self._waiting else None
+        head = backfill = None
+        is_blocked = False
+        if self._waiting:
+            head = self._waiting[0][0]
+            is_blocked = self._blocked_at.get(head) == resource_revision
+            if is_blocked and may_admit:
+                near = itertools.islice(self._waiting, 1, 1 + BACKFILL_WINDOW)
+                backfill = next((r for r, _ in near if self._blocked_at.get(r) != resource_revision), None)
         return BoundaryView(
             head=head,
-            head_is_blocked=head is not None and self._blocked_at == (head, resource_revision),
+            head_is_blocked=is_blocked,
+            backfill=backfill,
+            may_admit=may_admit,
             free_lanes=self._num_lanes - self.num_active,
             prefilling=self._prefilling,
             decode_ready=self._decode_ready,
             prefill_was_last=self._prefill_was_last,
         )
 
-    def block_head(self, resource_revision: int) -> None:
-        """Remembers that the head was refused at this revision."""
-        self._blocked_at = (self._waiting[0][0], resource_revision)
+    def block(self, request_id: RequestId, resource_revision: int) -> None:
+        """Remembers that a waiting request was refused at this revision.
 
-    def admit(self, request_id: RequestId) -> None:
-        """Moves the head from the queue to a lane, where it prefills."""
-        if not self._waiting or self._waiting[0][0] != request_id:
-            raise InvariantError(f"request {request_id} is not the head of the queue")
+        When the head is refused for the first time, the requests that are active then become its donors: what
+        it waits for. Whoever starts later counts as staying (A-7).
+        """
+        self._blocked_at[request_id] = resource_revision
+        if request_id == self._waiting[0][0] and (self._donors is None or self._donors[0] != request_id):
+            self._donors = (request_id, self.active)
+
+    def donors(self, head: RequestId) -> tuple[RequestId, ...]:
+        """Returns the requests that a blocked head waits for and that are still active (Q-4)."""
+        if self._donors is None or self._donors[0] != head:
+            return ()
+        return tuple(donor for donor in self._donors[1] if donor in self.active)
+
+    def begin(self, request_id: RequestId) -> None:
+        """Moves a waiting request to a lane, where it materialises."""
         if self.num_active >= self._num_lanes:
             raise InvariantError(f"request {request_id} needs a lane, all {self._num_lanes} are in use")
+        if self._materializing is not None:
+            raise InvariantError(f"request {self._materializing} is materialising already (X-6)")
         self.drop_waiting(request_id)
+        self._materializing = request_id
+
+    def activate(self, request_id: RequestId) -> None:
+        """Lets a materialised request prefill."""
+        if self._materializing != request_id:
+            raise InvariantError(f"request {request_id} is not materialising")
+        self._materializing = None
         self._prefilling = (*self._prefilling, request_id)
+
+    def retire(self, request_id: RequestId) -> None:
+        """Stops a request that has ended; it holds its lane until it leaves (A-5)."""
+        self.leave(request_id)
+        self._ending = (*self._ending, request_id)
 
     def prefilled_chunk(self, request_id: RequestId, *, is_complete: bool) -> None:
         """Records one chunk; a complete prompt joins the decode rounds."""
@@ -224,5 +282,9 @@ class Scheduler:
             self._decode_ready = tuple(other for other in self._decode_ready if other != request_id)
         elif request_id in self._prefilling:
             self._prefilling = tuple(other for other in self._prefilling if other != request_id)
+        elif request_id in self._ending:
+            self._ending = tuple(other for other in self._ending if other != request_id)
+        elif request_id == self._materializing:
+            self._materializing = None
         else:
             raise InvariantError(f"request {request_id} holds no lane")

@@ -12,6 +12,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ninfer_jax.context_cache.catalog import entries
+from ninfer_jax.context_cache.explain import outcome_of
+from ninfer_jax.context_cache.records import protected
 from ninfer_jax.counters import Counters
 from ninfer_jax.errors import ContractError, InvariantError, RequestError, RequestErrorKind, StaleHandleError
 from ninfer_jax.handle import CommittedToken
@@ -19,34 +22,26 @@ from ninfer_jax.inbox import Abandon, Ask, Cancel, Close, Inbox, Message, Submit
 from ninfer_jax.job import Job
 from ninfer_jax.request import AdmissionStatus, RequestId, RequestState, SequenceHandle
 from ninfer_jax.results import FinishReason, GenerationStart, TextDelta, TokenLogprobs
-from ninfer_jax.scheduler import AdmissionVerdict, Admit, Decode, Prefill, Scheduler, judge
+from ninfer_jax.scheduler import Action, AdmissionVerdict, Admit, Decode, Prefill, Scheduler, judge
+from ninfer_jax.transitions import Landed, TransitionPort, Transitions
 
 if TYPE_CHECKING:
+    from ninfer_jax.context_cache.request_facts import RequestFacts
+    from ninfer_jax.context_cache.resource_manager import ResourceManager
     from ninfer_jax.frontend.output import Preview
-    from ninfer_jax.program.admission import RequestWork
+    from ninfer_jax.planner.outcome import PlanOutcome
     from ninfer_jax.program.executor import Logprobs
     from ninfer_jax.program.pending import PendingBatch
 
 logger = logging.getLogger("ninfer_jax")
 
+# Optional planning time of one boundary: alone, and while others could run meanwhile (design 6).
+ALONE_ALLOWANCE_NS, SHARED_ALLOWANCE_NS = 50_000_000, 10_000_000
 MAX_FAULTS_IN_A_ROW = 3  # the third one latches the failure (Q-7)
 
 
-class ProgramPort(Protocol):
+class ProgramPort(TransitionPort, Protocol):
     """What the worker needs from the program; it sees handles and answers, never a page or a slot."""
-
-    @property
-    def resource_revision(self) -> int:
-        """Grows whenever global free or reserved capacity changed."""
-        ...
-
-    def assess(self, work: RequestWork) -> AdmissionStatus:
-        """Returns whether the request could become Active now; changes nothing."""
-        ...
-
-    def activate(self, work: RequestWork) -> SequenceHandle:
-        """Reserves everything the request may ever need and names it."""
-        ...
 
     def prefill(self, handle: SequenceHandle) -> PendingBatch | None:
         """Runs one chunk; the last one yields the first drawn token."""
@@ -64,12 +59,8 @@ class ProgramPort(Protocol):
         """Ends the sequence, which keeps its whole reservation."""
         ...
 
-    def discard(self, handle: SequenceHandle) -> None:
-        """Releases everything a terminated sequence holds."""
-        ...
-
     def occupancy(self) -> Mapping[str, int]:
-        """Returns used units per axis, all zero when idle."""
+        """Returns used units per axis."""
         ...
 
     def reset(self) -> None:
@@ -86,6 +77,7 @@ class Worker:
 
     Args:
         program: the physical authority.
+        manager: the logical authority over what is kept.
         num_lanes: C.
         max_outstanding: bound of unfinished requests; the gate in front of the inbox enforces it.
         inbox: messages from other threads.
@@ -95,6 +87,7 @@ class Worker:
     def __init__(
         self,
         program: ProgramPort,
+        manager: ResourceManager,
         *,
         num_lanes: int,
         max_outstanding: int,
@@ -102,6 +95,8 @@ class Worker:
         clock: Callable[[], int],
     ) -> None:
         self._program = program
+        self._manager = manager
+        self._transitions = Transitions(program, manager, clock)
         self._inbox = inbox
         self._clock = clock
         self._scheduler = Scheduler(num_lanes, max_outstanding)
@@ -109,7 +104,9 @@ class Worker:
         self._counters = Counters()
         self._mail: deque[Message] = deque()
         self._running_deadlines: dict[RequestId, int] = {}
-        self._trying: Job | None = None  # the head while it is being assessed and activated
+        self._trying: Job | None = None  # the request that is being planned and started
+        self._settling: deque[Job] = deque()  # have ended, but a transition is open (TX-09)
+        self._boundary_ns = 0  # when this boundary began: planning shares one allowance (G-10)
         self._faults_in_a_row = 0
         self._failure: BaseException | None = None
         self._closed = False
@@ -148,17 +145,20 @@ class Worker:
             did_something = self.read_mail()
             if self._closed or self._failure is not None:
                 return did_something
-            now_ns = self._clock()
+            self._boundary_ns = now_ns = self._clock()
             did_something |= self._end_overdue(now_ns)
-            action = self._scheduler.next_action(self._program.resource_revision)
+            did_something |= self._carry_transition(now_ns)
+            action = self._next_action()
             while isinstance(action, Admit):
-                self._try_head(action.request_id, now_ns)
+                self._try(action, now_ns)
                 did_something = True
-                action = self._scheduler.next_action(self._program.resource_revision)
+                action = self._next_action()
             if isinstance(action, Decode):
                 self._decode(action)
             elif isinstance(action, Prefill):
                 self._prefill(action)
+            elif self._transitions.is_open:
+                self._transitions.wait()  # nothing else can run before the copies have arrived
             else:
                 return did_something
             return True
@@ -168,6 +168,11 @@ class Worker:
         except BaseException as interruption:
             self._recover(interruption)  # Ctrl-C in the thread that drives: clean up, then let it through
             raise
+
+    def _next_action(self) -> Action:
+        return self._scheduler.next_action(
+            self._program.resource_revision, may_admit=not self._transitions.is_open
+        )
 
     def _sleep(self) -> None:
         """Waits for mail; whatever waits or runs would have given ``step`` something to do."""
@@ -237,44 +242,92 @@ class Worker:
 
     # -- admission -------------------------------------------------------------------------------------------
 
-    def _try_head(self, request_id: RequestId, now_ns: int) -> None:
-        job = self._trying = self._jobs[request_id]
-        status = self._program.assess(job.work)
+    def _try(self, action: Admit, now_ns: int) -> None:
+        job = self._trying = self._jobs[action.request_id]
+        started_ns = self._clock()
+        admission = self._transitions.plan(
+            job,
+            allowance_ns=max(0, self._allowance_ns() - (started_ns - self._boundary_ns)),
+            runnable_requests=self._scheduler.runnable,
+        )
+        planning_ns = self._clock() - started_ns
+        self._counters.plans += 1
+        self._counters.planning_ns += planning_ns
+        status = AdmissionStatus[admission.readiness.name]
         verdict = judge(status, self._scheduler.num_active)
+        if verdict is AdmissionVerdict.START and action.head is not None:
+            head, donors = self._jobs[action.head], self._scheduler.donors(action.head)
+            if not self._transitions.proves_backfill(admission, head=head, donors=donors):
+                verdict = AdmissionVerdict.KEEP_WAITING
         if verdict is AdmissionVerdict.START:
-            self._start(job, now_ns)
+            if self._transitions.begin(job, admission, planning_ns):
+                job.move_to(RequestState.MATERIALIZING)
+                self._scheduler.begin(job.request_id)
+                self._counters.backfills += action.head is not None
+                if job.request.deadline_ns is not None:
+                    self._running_deadlines[job.request_id] = job.request.deadline_ns
+                self._carry_transition(now_ns)
         elif verdict is AdmissionVerdict.KEEP_WAITING:
             self._counters.blocked_assessments += 1
-            self._scheduler.block_head(self._program.resource_revision)
+            self._scheduler.block(job.request_id, self._program.resource_revision)
         else:
-            self._scheduler.drop_waiting(request_id)
-            if verdict is AdmissionVerdict.REJECT_TOO_LARGE:
-                self._fail(
-                    job,
-                    RequestErrorKind.CONTEXT_LENGTH_EXCEEDED,
-                    f"{job.request.prompt_tokens} prompt and {job.work.max_output_tokens} output tokens "
-                    "do not fit this engine even alone",
-                )
-            else:
-                self._fail(
-                    job,
-                    RequestErrorKind.OVERLOADED,
-                    "nothing is active, yet there is no room for the request",
-                )
+            self._reject(job, verdict)
         self._trying = None
 
-    def _start(self, job: Job, now_ns: int) -> None:
-        job.move_to(RequestState.MATERIALIZING)
-        job.sequence = self._program.activate(job.work)
-        self._scheduler.admit(job.request_id)
+    def _allowance_ns(self) -> int:
+        return ALONE_ALLOWANCE_NS if not self._scheduler.runnable else SHARED_ALLOWANCE_NS
+
+    def _reject(self, job: Job, verdict: AdmissionVerdict) -> None:
+        self._scheduler.drop_waiting(job.request_id)
+        if verdict is AdmissionVerdict.REJECT_TOO_LARGE:
+            self._fail(
+                job,
+                RequestErrorKind.CONTEXT_LENGTH_EXCEEDED,
+                f"{job.request.prompt_tokens} prompt and {job.work.max_output_tokens} output tokens "
+                "do not fit this engine even alone",
+            )
+        else:
+            self._fail(
+                job, RequestErrorKind.OVERLOADED, "nothing is active, yet there is no room for the request"
+            )
+
+    def _carry_transition(self, now_ns: int) -> bool:
+        """Carries an open materialisation on; whether it has become stable."""
+        if not self._transitions.is_open:
+            return False
+        landed = self._transitions.carry_on()
+        if landed is None:
+            return False
+        job = landed.job
+        if landed.active is None:
+            self._scheduler.leave(job.request_id)
+            self._running_deadlines.pop(job.request_id, None)
+            if job.ending is not None:
+                self._close_answer(job, job.ending, None, now_ns)
+            else:
+                self._fail(job, RequestErrorKind.OVERLOADED, f"it could not start: {landed.aborted_because}")
+        else:
+            self._activate(job, landed, now_ns)
+        while self._settling:
+            self._settle_lane(self._settling.popleft())
+        return True
+
+    def _activate(self, job: Job, landed: Landed, now_ns: int) -> None:
+        record = job.record = landed.record
+        job.sequence = landed.active
+        self._scheduler.activate(job.request_id)
         job.move_to(RequestState.PREFILL)
         job.admitted_ns = now_ns
-        if job.request.deadline_ns is not None:
-            self._running_deadlines[job.request_id] = job.request.deadline_ns
-        record = job.materialization()
-        self._counters.admissions += 1
-        self._counters.prompt_tokens += job.request.prompt_tokens
-        self._counters.reused_tokens += record.reused_tokens
+        counters = self._counters
+        counters.admissions += 1
+        counters.sources[record.source] += 1
+        counters.stop_reasons[record.stop_reason] += 1
+        if record.miss_reason is not None:
+            counters.misses[record.miss_reason] += 1
+        counters.prompt_tokens += job.request.prompt_tokens
+        counters.reused_tokens += record.reused_tokens
+        counters.restored_bytes += record.restored_bytes
+        counters.offloaded_bytes += record.offloaded_bytes
         if job.response.wants_events:
             start = GenerationStart(
                 request_id=job.request_id,
@@ -283,6 +336,8 @@ class Worker:
                 source=record.source,
             )
             job.response.publish((start,))
+        if job.ending is not None:
+            self._end(job, job.ending)
 
     # -- model work ------------------------------------------------------------------------------------------
 
@@ -294,6 +349,9 @@ class Worker:
         if pending is not None:
             job.move_to(RequestState.DECODE_READY)
             self._settle(pending, (job,))
+        if job.sequence is not None:  # it has not ended with its first token
+            others = self._scheduler.runnable - 1
+            self._transitions.capture(job, job.sequence, runnable_requests=others)
         self._counters.prefill_chunks += 1
         self._counters.prefill_ns += self._clock() - started_ns
 
@@ -360,18 +418,31 @@ class Worker:
         """Ends a request at a stable boundary, in whatever state it is (Q-6)."""
         if job.state is RequestState.WAITING:
             self._scheduler.drop_waiting(job.request_id)
+        elif job.state is RequestState.MATERIALIZING:
+            if job.ending is None:
+                job.ending = reason
+                self._transitions.cancel()  # honoured at its next stable boundary
+            return
         else:
             self._release_lane(job)
         self._close_answer(job, reason, None, self._clock())
 
     def _release_lane(self, job: Job) -> None:
-        """Active -> TerminalPending -> Free; nobody hears of the end before everything is given back."""
+        """Active -> TerminalPending -> Free, at once unless a transition is open: it goes first (TX-09)."""
         job.move_to(RequestState.TERMINAL_PENDING)
         self._program.terminate(_active(job))
-        self._program.discard(_active(job))
+        self._scheduler.retire(job.request_id)
+        self._running_deadlines.pop(job.request_id, None)
+        if self._transitions.is_open:
+            self._settling.append(job)
+        else:
+            self._settle_lane(job)
+
+    def _settle_lane(self, job: Job) -> None:
+        """Publishes what the request leaves behind, and gives everything else back."""
+        self._transitions.settle(job, _active(job))
         job.sequence = None
         self._scheduler.leave(job.request_id)
-        self._running_deadlines.pop(job.request_id, None)
 
     def _close_answer(
         self, job: Job, reason: FinishReason, stop_detail: str | int | None, now_ns: int
@@ -409,8 +480,12 @@ class Worker:
         logger.error("a fault in the worker; active requests fail, waiting ones stay", exc_info=fault)
         for job in self._touched_jobs():
             self._fail_touched(job, fault)
+        for job in self._settling:
+            self._forget(job)
+        self._settling.clear()
         try:
             self._program.reset()
+            self._transitions.reset()
             leftover = {axis: used for axis, used in self._program.occupancy().items() if used}
         except Exception as second:
             self._latch(second)
@@ -454,6 +529,30 @@ class Worker:
         self._closed = True
         self._program.close()
 
+    # -- asked from outside, at a boundary -------------------------------------------------------------------
+
+    def dry_run(self, facts: RequestFacts) -> PlanOutcome:
+        """Returns the plan that a request would get now; changes nothing."""
+        admission = self._manager.plan(
+            facts,
+            allowance_ns=ALONE_ALLOWANCE_NS,
+            runnable_requests=self._scheduler.runnable,
+            clock=self._clock,
+        )
+        return outcome_of(admission)
+
+    def clear_cache(self) -> int:
+        """Releases every inactive context that nobody reads; how many."""
+        if self._transitions.is_open:
+            raise ContractError("a request is being materialised; ask again when it runs")
+        state = self._manager.state
+        held = protected(state)
+        owners = [entry.summary.owner_key for _, entry in entries(state.catalog)]
+        owners = [owner for owner in owners if owner not in held]
+        for owner in owners:
+            self._transitions.evict(owner)
+        return len(owners)
+
     # -- reports ---------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
@@ -464,6 +563,7 @@ class Worker:
             "waiting": self._scheduler.num_waiting,
             "active": self._scheduler.num_active,
             "occupancy": occupancy,
+            "cache": self._manager.summary(),
             "failure": None if self._failure is None else repr(self._failure),
         }
 

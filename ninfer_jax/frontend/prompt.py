@@ -17,7 +17,7 @@ from tokenizers import Encoding
 from ninfer_jax.errors import PromptError, RequestError, RequestErrorKind
 from ninfer_jax.frontend.boundaries import find_text_boundaries, replaceable_from
 from ninfer_jax.frontend.channels import THINK_CLOSE_TEXT, THINK_OPEN_TEXT
-from ninfer_jax.frontend.messages import Message
+from ninfer_jax.frontend.messages import Message, is_user_query
 from ninfer_jax.frontend.template import ChatTemplate
 from ninfer_jax.frontend.tokenizer import TextTokenizer, token_border
 from ninfer_jax.identity import Boundary, BoundaryKind, PreparedPrompt, make_identity
@@ -73,10 +73,12 @@ def prepare_conversation(
                 boundaries.append(Boundary(frontier, found.message_count, found.kind))
     ends = {b.message_count: b.frontier_tokens for b in boundaries if b.kind is BoundaryKind.MESSAGE}
     rewrites = [ends[count] for count in replaceable_from(messages) if count in ends]
+    last_query = max((n + 1 for n, message in enumerate(messages) if is_user_query(message)), default=0)
     return PreparedPrompt(
         identity=make_identity(tokens, rewrite_execution_frontiers=rewrites),
         boundaries=tuple(boundaries),
         generation_opener_frontier=opener,
+        turn_closure_frontier=ends.get(last_query),
         starts_in_reasoning=text.rfind(THINK_OPEN_TEXT) > max(text.rfind(THINK_CLOSE_TEXT), len(history) - 1),
         from_messages=True,
         text=text,

@@ -60,6 +60,10 @@ class Transfer(Protocol):
         """Whether `finish` would not have to wait."""
         ...
 
+    def wait(self) -> None:
+        """Sleeps until it is ready."""
+        ...
+
     def finish(self) -> None:
         """Waits, and puts the bytes where they belong."""
         ...

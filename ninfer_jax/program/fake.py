@@ -116,6 +116,10 @@ class FakeTransfer:
         self.polls_left -= 1
         return self.polls_left < 0
 
+    def wait(self) -> None:
+        """Lets it arrive."""
+        self.polls_left = 0
+
     def finish(self) -> None:
         """Stores what was read when the copy was started."""
         self.land()

@@ -135,6 +135,10 @@ class Arriving:
         """Whether the device has computed it."""
         return all(array.is_ready() for array in self.arrays)
 
+    def wait(self) -> None:
+        """Sleeps until it is ready."""
+        jax.block_until_ready(self.arrays)
+
     def finish(self) -> None:
         """Waits, and stores the bytes in the Host tier."""
         self.land([np.asarray(array) for array in self.arrays])

@@ -188,6 +188,10 @@ class Program:
             row=sequence.row,
         )
 
+    def frontier_tokens(self, handle: SequenceHandle) -> int:
+        """Returns how many tokens a sequence's KV and state cover."""
+        return self._get(handle).frontier_tokens
+
     def verify(self, ref: CheckpointRef, identity: PromptIdentity) -> bool:
         """Returns whether a checkpoint lives, is valid and is exactly this prompt's prefix (C-1, C-5)."""
         return self._resources.verify(ref, identity)
@@ -273,6 +277,10 @@ class Program:
             assert work is not None, "only a materialisation activates"
             active = self._open_sequence(landed.activation, work)
         return TransitionResult(landed.outcome, active, landed.owners)
+
+    def wait_for_copies(self) -> None:
+        """Sleeps until the copies in flight have arrived."""
+        self._resources.wait()
 
     def cancel_transition(self) -> None:
         """Asks the open transition to abort at its next stable boundary (Q-6)."""

@@ -256,6 +256,11 @@ class Resources:
         running = self._require_running()
         running.transaction, _ = advance(running.transaction, Event.CANCEL)
 
+    def wait(self) -> None:
+        """Sleeps until the copies in flight have arrived."""
+        for transfer in self._require_running().transfers:
+            transfer.wait()
+
     def step(self) -> Landed | None:
         """Carries the transition on until it ends or waits for copies.
 

@@ -137,20 +137,32 @@ def test_rdy_01_infeasible_even_alone_fails_by_itself(kit):
     kit.assert_quiet(engine)
 
 
-def test_rdy_02_a_blocked_head_blocks_the_queue_until_resources_change(kit):
-    # RDY-02, SCH-01: FIFO with the head blocking; a smaller later request may not pass (no backfill here)
+def test_rdy_02_a_blocked_head_waits_and_only_a_proven_request_passes_it(kit):
+    # RDY-02, SCH-01, Q-4, A-7: FIFO with the head blocking; a later request passes only if the head stays
+    # possible beside it once its donor has ended
     engine = kit.engine(max_context=256, pages=4, max_concurrency=3)
-    first = engine.submit([1] * 60, sampling=params(100))  # 3 of 4 pages
-    head = engine.submit([2] * 100, sampling=params(28))  # 2 pages: blocked
-    small = engine.submit([3], sampling=params(2))  # would fit
+    first = engine.submit([1] * 60, sampling=params(100))  # 3 of 4 pages, the donor
+    head = engine.submit([2] * 200, sampling=params(30))  # all 4 pages: blocked
+    stranding = engine.submit([3], sampling=params(2))  # fits now, but would leave 3 pages for the head
     for _ in range(20):
         engine.step()
     stats = engine.stats()
-    assert (stats["active"], stats["waiting"]) == (1, 2)
-    assert stats["blocked_assessments"] == 1  # G-14: not re-examined while the revision stands still
+    assert (stats["active"], stats["waiting"], stats["backfills"]) == (1, 2, 0)
+    assert stats["blocked_assessments"] == 2  # G-14: not re-examined while the revision stands still
     assert first.result().finish_reason == "length"
+    assert head.result().timings.queue_s < stranding.result().timings.queue_s
+    kit.assert_quiet(engine)
+
+
+def test_bf_01_a_request_that_cannot_strand_the_head_passes_it(kit):
+    engine = kit.engine(max_context=256, pages=4, max_concurrency=3)
+    first = engine.submit([1] * 60, sampling=params(100))  # 3 of 4 pages, the donor
+    head = engine.submit([2] * 100, sampling=params(28))  # 2 pages: blocked
+    small = engine.submit([3], sampling=params(2))  # 1 page: 3 are left for the head
+    for _ in range(20):
+        engine.step()
+    assert small.done() and not first.done() and engine.stats()["backfills"] == 1
     assert head.result().usage.completion_tokens == 28
-    assert small.result().usage.completion_tokens == 2
     kit.assert_quiet(engine)
 
 

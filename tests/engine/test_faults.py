@@ -84,9 +84,9 @@ def test_the_order_of_a_commit(kit, monkeypatch):
     # preview, program commit, terminal resources, then output and publication
     engine = kit.engine()
     program, order = engine._parts.program, []
-    for name in ("commit", "terminate", "discard"):
-        original = getattr(program, name)
-        monkeypatch.setattr(program, name, lambda *args, n=name, f=original: (order.append(n), f(*args))[1])
+    for name in ("commit", "terminate", "finish"):
+        original, said = getattr(program, name), "settle" if name == "finish" else name
+        monkeypatch.setattr(program, name, lambda *args, n=said, f=original: (order.append(n), f(*args))[1])
     handle = engine.submit([1], sampling=params(2))
     for name, owner in (("publish", Response), ("finish", Response), ("preview", OutputSession)):
         original = getattr(owner, name)
@@ -97,7 +97,7 @@ def test_the_order_of_a_commit(kit, monkeypatch):
     assert order == [
         "publish",  # the start
         *("preview", "commit", "publish"),
-        *("preview", "commit", "terminate", "discard", "publish", "finish"),
+        *("preview", "commit", "terminate", "settle", "publish", "finish"),
     ]
     assert handle.done()
 
@@ -157,15 +157,15 @@ def test_an_interrupt_in_the_driving_thread_leaves_a_working_engine(kit):
 def test_a_fault_while_assessing_fails_the_head_alone(kit, monkeypatch):
     engine = kit.engine(max_concurrency=1)
     program = engine._parts.program
-    assess, calls = program.assess, []
+    problem, calls = program.problem, []
 
-    def failing_assess(work):
+    def failing_problem(work, choices):
         calls.append(work)
         if len(calls) == 1:
             raise RuntimeError("assess broke")
-        return assess(work)
+        return problem(work, choices)
 
-    monkeypatch.setattr(program, "assess", failing_assess)
+    monkeypatch.setattr(program, "problem", failing_problem)
     head, behind = (engine.submit(PROMPT, sampling=params()) for _ in range(2))
     with pytest.raises(RequestError, match="assess broke"):
         head.result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 
@@ -14,9 +15,9 @@ from ninfer_jax.compile_cache import compile_cache_directory, processor_digest
 from ninfer_jax.errors import InvariantError, OptionError, PromptError, RequestError, RequestErrorKind
 from ninfer_jax.identity import Evidence
 from ninfer_jax.outstanding import OutstandingGate
+from ninfer_jax.planner.plan import Readiness
 from ninfer_jax.prompts import is_messages, is_token_ids, one_or_many
 from ninfer_jax.request import (
-    AdmissionStatus,
     CacheMarker,
     RequestState,
     checked_transition,
@@ -198,8 +199,15 @@ def test_progress_is_for_terminals(kit, capsys):
 def test_a_head_that_nothing_can_free_is_answered_at_once(kit, monkeypatch):
     # design 6: blocked with nothing active is overloaded, not a hang
     engine = kit.engine()
-    program = engine._parts.program
-    monkeypatch.setattr(program, "assess", lambda work: AdmissionStatus.TEMPORARILY_BLOCKED)
+    manager = engine._worker._manager
+    plan = manager.plan
+
+    def blocked(*args, **kwargs):
+        admission = plan(*args, **kwargs)
+        planned = dataclasses.replace(admission.planned, readiness=Readiness.TEMPORARILY_BLOCKED, plan=None)
+        return dataclasses.replace(admission, planned=planned)
+
+    monkeypatch.setattr(manager, "plan", blocked)
     handle = engine.submit([1])
     with pytest.raises(RequestError, match="nothing is active") as refused:
         handle.result()
