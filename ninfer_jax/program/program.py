@@ -111,6 +111,7 @@ class Program:
         self._active: dict[int, Sequence] = {}  # by lane
         self._open_batches: dict[int, PendingBatch] = {}  # by serial
         self._starting: RequestWork | None = None  # whose materialisation is open
+        self._capturing: Sequence | None = None  # whose shared capture is open
 
     # -- what exists -----------------------------------------------------------------------------------------
 
@@ -272,6 +273,9 @@ class Program:
         if landed is None:
             return None
         work, self._starting = self._starting, None
+        captured, self._capturing = self._capturing, None
+        if captured is not None:  # an unaligned tail page stayed with the prefix, the sequence has a copy
+            self._rows.append(captured.row, 0, self._resources.block_table(captured.owner))
         active = None
         if landed.activation is not None:
             assert work is not None, "only a materialisation activates"
@@ -635,6 +639,7 @@ class Program:
             Tier.DEVICE,
         )
         self._resources.start(plan, problem, target, capture=capture)
+        self._capturing = sequence
 
     def _spec(self, sequence: Sequence, frontier: int, kind: CheckpointKind, ordinal: int) -> CheckpointSpec:
         rebuild = prefill_work(

@@ -164,12 +164,7 @@ def test_a_conversation_with_regeneration_and_an_edit(worlds):  # E2E-02, issue 
     assert disabled.miss_reason == "disabled"
 
 
-UNALIGNED = pytest.param(
-    100, marks=pytest.mark.xfail(reason="the row keeps the tail page that the shared checkpoint took")
-)
-
-
-@pytest.mark.parametrize("length", [128, UNALIGNED])
+@pytest.mark.parametrize("length", [128, 100])
 def test_a_shared_prefix_serves_other_conversations(worlds, length):  # MV-05, COW-04, COW-05
     pair = Pair(worlds)
     system = text(length)
