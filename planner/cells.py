@@ -10,8 +10,11 @@ Letters: B targets, V victims, n differences.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
+
+SCATTERED: Final = 4  # neighbours differ from their reference in less than one owner of so many
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,17 +30,23 @@ class Cells:
 
 
 def make_cells(codes: np.ndarray) -> Cells:
-    """Returns the sparse form of int32[B, V].
-
-    The reference is the majority of three rows, owner by owner: in a neighbourhood that is its centre.
-    """
-    b = len(codes)
-    first, middle, last = codes[0], codes[b // 2], codes[-1]
-    low, high = np.minimum(first, last), np.maximum(first, last)
-    reference = np.maximum(low, np.minimum(high, middle))
+    """Returns the sparse form of int32[B, V]."""
+    reference = _reference(codes)
     rows, owners = np.nonzero(codes != reference)
-    starts = np.searchsorted(rows, np.arange(b + 1))
-    return Cells(b, reference, rows, owners, codes[rows, owners], starts)
+    starts = np.searchsorted(rows, np.arange(len(codes) + 1))
+    return Cells(len(codes), reference, rows, owners, codes[rows, owners], starts)
+
+
+def are_scattered(codes: np.ndarray) -> bool:
+    """Returns whether the targets of int32[B, V] are no neighbours: the sparse form would not pay."""
+    return int(np.count_nonzero(codes != _reference(codes))) * SCATTERED > codes.size
+
+
+def _reference(codes: np.ndarray) -> np.ndarray:
+    """Returns the majority of three rows, owner by owner: in a neighbourhood that is its centre."""
+    first, middle, last = codes[0], codes[len(codes) // 2], codes[-1]
+    low, high = np.minimum(first, last), np.maximum(first, last)
+    return np.maximum(low, np.minimum(high, middle))
 
 
 def sum_by_target(cells: Cells, changes: np.ndarray) -> np.ndarray:

@@ -97,13 +97,15 @@ def make_needs(holdings: Holdings, candidates: Sequence[Candidate], sources: Seq
     stays_device = f.hold_device | objects.fixed_device[f.obj] | f.need
     stays_host = (f.hold_host | objects.fixed_host[f.obj]) & (host | ~stays_device)
     restored = lone & f.need & ~device
-    np.add.at(needs, (f.row[restored], H2D, item[restored]), size[restored])
-    np.add.at(needs, (f.row[restored], H2D_OPS, item[restored]), 1)
-    for group, gone in (
-        (DEVICE_LATE, lone & f.late & device & ~stays_device),
-        (HOST_LATE, lone & f.late & host & ~stays_host),
+    cell = f.row * items + item
+    for group, picked, amount in (
+        (H2D, restored, size),
+        (H2D_OPS, restored, np.ones_like(size)),
+        (DEVICE_LATE, lone & f.late & device & ~stays_device, size),
+        (HOST_LATE, lone & f.late & host & ~stays_host, size),
     ):
-        np.add.at(needs, (f.row[gone], group, item[gone]), size[gone])
+        units = np.bincount(cell[picked], amount[picked], minlength=d * items)
+        needs[:, group] = units.reshape(d, items)
 
     def bits(values: np.ndarray) -> np.ndarray:
         out = np.zeros((d, num_classes), bool)

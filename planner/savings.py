@@ -58,7 +58,7 @@ class SavingsBook:
         """bool[D, U], owners of which the candidate restores or releases something."""
         touched = self.outcome.released | self.outcome.restored.any(-1)
         padded = np.append(touched, np.zeros((len(touched), 1), bool), 1)
-        return padded[:, self.facts.index].any(-1)
+        return np.asarray(padded[:, self.facts.index].any(-1))
 
     def rows(self, which: int, owners: np.ndarray, host_only: np.ndarray) -> list[int]:
         """Returns the row of each owner under one candidate.

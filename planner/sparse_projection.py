@@ -10,10 +10,11 @@ Letters: B targets, V victims, K options, J items, R axes, S stages, G groups.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 from ninfer_jax.planner.capacity import DEVICE_PAGES, DEVICE_STATE
-from ninfer_jax.planner.cells import Cells, make_cells, sum_by_target
+from ninfer_jax.planner.cells import Cells, are_scattered, make_cells, sum_by_target
 from ninfer_jax.planner.class_patterns import ClassPatterns, class_patterns
 from ninfer_jax.planner.contributions import (
     D2H,
@@ -24,13 +25,13 @@ from ninfer_jax.planner.contributions import (
     NUM_CONTRIBUTIONS,
 )
 from ninfer_jax.planner.problem import Problem
-from ninfer_jax.planner.projection import fates_of, finish, unpack
+from ninfer_jax.planner.projection import assess_numpy, fates_of, finish, unpack
 from ninfer_jax.planner.search_types import Assessment
 from ninfer_jax.planner.stages import NUM_STAGES, Changes, stage_used
 from ninfer_jax.planner.target import ABSENT, TargetBatch
 
 # rows of the occupancy between COPY_PREPARATION and COPY_PUBLICATION, while packed pages are staged
-STAGED_ROWS = slice(2, 4)
+STAGED_ROWS: Final = slice(2, 4)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +83,8 @@ def assess_sparse(sparse: SparseTables, targets: TargetBatch) -> Assessment:
             f"got {len(targets)} targets with {targets.codes.shape[1]} victims, expected at least one with "
             f"{sparse.problem.num_victims}: targets live only within one problem"
         )
+    if are_scattered(targets.codes):
+        return assess_numpy(sparse.problem, targets)
     cells = make_cells(targets.codes)
     patterns = class_patterns(sparse.problem.class_tables, targets.candidate, targets.codes, cells)
     own = _sum_effects(sparse, cells)
