@@ -47,6 +47,7 @@ class Job:
     admitted_ns: int | None = None
     first_token_ns: int | None = None
     record: MaterializationRecord | None = None  # once it is Active
+    is_spoiled: bool = False  # its state is not finite: nothing of it may be kept
     ending: FinishReason | None = None  # asked for while it materialises; carried out when that is stable
 
     @property

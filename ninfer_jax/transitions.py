@@ -219,7 +219,7 @@ class Transitions:
 
     def settle(self, job: Job, handle: SequenceHandle) -> None:
         """Publishes or releases a terminated request (A-5, Y-5); no transition may be open (TX-09)."""
-        if self._manager.finish_intent(job.request_id).publish:
+        if self._manager.finish_intent(job.request_id).publish and not job.is_spoiled:
             self._manager.adopt_finish(job.request_id, self._program.finish(handle))
         else:
             self._program.discard(handle)

@@ -20,6 +20,7 @@ from ninfer_jax.errors import ContractError, InvariantError, RequestError, Reque
 from ninfer_jax.handle import CommittedToken
 from ninfer_jax.inbox import Abandon, Ask, Cancel, Close, Inbox, Message, Submit
 from ninfer_jax.job import Job
+from ninfer_jax.model.sampling import NO_CANDIDATE, NOT_FINITE
 from ninfer_jax.request import AdmissionStatus, RequestId, RequestState, SequenceHandle
 from ninfer_jax.results import FinishReason, GenerationStart, TextDelta, TokenLogprobs
 from ninfer_jax.scheduler import Action, AdmissionVerdict, Admit, Decode, Prefill, Scheduler, judge
@@ -37,6 +38,10 @@ logger = logging.getLogger("ninfer_jax")
 
 # Optional planning time of one boundary: alone, and while others could run meanwhile (design 6).
 ALONE_ALLOWANCE_NS, SHARED_ALLOWANCE_NS = 50_000_000, 10_000_000
+NO_TOKEN = {
+    NO_CANDIDATE: "every id is banned, so there is nothing to draw; allow at least one",
+    NOT_FINITE: "the model's logits are not finite, so there is nothing to draw; check the weights",
+}
 MAX_FAULTS_IN_A_ROW = 3  # the third one latches the failure
 
 
@@ -385,18 +390,24 @@ class Worker:
         for job, token in zip(jobs, tokens, strict=True):
             if job.wants_logprobs and logprobs is None:
                 logprobs = pending.logprobs()
-            preview = None if job.response.cancel_requested else job.output.preview((token,))
+            is_over = token < 0 or job.response.cancel_requested
+            preview = None if is_over else job.output.preview((token,))
             previews.append(preview)
             accepted.append(0 if preview is None else preview.accepted)
+            job.is_spoiled |= token == NOT_FINITE
             if preview is None or preview.finish_reason is not None:
                 ended.append(job)
         self._program.commit(pending, accepted)
         self._counters.completion_tokens += sum(accepted)
         for job in ended:
             self._release_lane(job)
+        for job, token in zip(jobs, tokens, strict=True):
+            if token < 0:
+                self._fail(job, RequestErrorKind.FAULT, NO_TOKEN[token])
         for row, (job, preview, token) in enumerate(zip(jobs, previews, tokens, strict=True)):
             if preview is None:
-                self._close_answer(job, "cancelled", None, now_ns)
+                if token >= 0:
+                    self._close_answer(job, "cancelled", None, now_ns)
                 continue
             if job.first_token_ns is None:
                 job.first_token_ns = now_ns

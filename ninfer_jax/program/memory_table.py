@@ -64,8 +64,9 @@ class MemoryTable:
 
     def as_dict(self) -> dict[str, object]:
         """Returns plain values for `--json`."""
-        return {
-            "axes": {
+
+        def facts(rows: tuple[MemoryRow, ...]) -> dict[str, object]:
+            return {
                 row.axis: {
                     "units": row.num_units,
                     "unit": row.unit,
@@ -73,8 +74,12 @@ class MemoryTable:
                     "planned_bytes": row.planned_bytes,
                     "allocated_bytes": row.allocated_bytes,
                 }
-                for row in (*self.rows, *self.host_rows)
-            },
+                for row in rows
+            }
+
+        return {
+            "axes": facts(self.rows),
+            "host_axes": facts(self.host_rows),
             "planned_bytes": self.planned_bytes,
             "free_bytes": self.free_bytes,
             "headroom_bytes": self.headroom_bytes,

@@ -281,3 +281,27 @@ def test_wherever_a_call_into_the_program_fails_every_request_ends(kit, monkeypa
     kit.drain(engine)
     assert engine.stats()["outstanding"] == 0
     kit.assert_quiet(engine)
+
+
+@pytest.mark.parametrize(("token", "says"), [(-1, "every id is banned"), (-2, "are not finite")])
+def test_a_row_with_nothing_to_draw_fails_alone_and_leaves_no_poisoned_state(kit, monkeypatch, token, says):
+    engine = kit.engine(max_concurrency=2)
+    executor = engine._parts.program._executor
+    decode, calls = executor.decode, []
+
+    def poisoned(rows):
+        result = decode(rows)
+        calls.append(len(rows))
+        if len(calls) == 2:
+            result.drawn[0] = token
+        return result
+
+    monkeypatch.setattr(executor, "decode", poisoned)
+    sick, well = (engine.submit([number] * 9, sampling=params()) for number in (1, 2))
+    with pytest.raises(RequestError, match=says) as failed:
+        sick.result()
+    assert failed.value.kind is RequestErrorKind.FAULT
+    assert list(well.result().token_ids) == kit.solo(engine, [2] * 9, params())
+    kept = engine.stats()["cache"]["private"]["catalogued"]
+    assert kept == (2 if token == -1 else 1)  # a state that is not finite is never offered to anybody
+    kit.assert_quiet(engine)
