@@ -36,6 +36,26 @@ class RequestError(NinferError):
         self.kind = kind
 
 
+class SessionErrorKind(Enum):
+    """Why a saved session was refused; the engine is as it was."""
+
+    NOT_FOUND = "not_found"
+    DAMAGED = "damaged"
+    NEWER_FORMAT = "newer_format"
+    FOREIGN = "foreign"  # of another model, tokenizer, layout or dtype
+    TOO_LARGE = "too_large"  # its endpoint does not fit this engine
+    BUSY = "busy"  # a transition is open, or the context is being read
+    UNSUITABLE_PATH = "unsuitable_path"
+
+
+class SessionError(NinferError):
+    """A session could not be saved or restored; ``kind`` says why, and nothing was changed."""
+
+    def __init__(self, kind: SessionErrorKind, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
 class EngineClosedError(NinferError):
     """The engine was closed, or latched a failure, before this call."""
 
