@@ -15,6 +15,7 @@ class Segment(NamedTuple):
     start_tokens: int
     num_tokens: int
     decoded: bool  # one token per step
+    num_rows: int = 1  # sequences that each of these steps ran together: other kernels, other bits
 
     @property
     def end_tokens(self) -> int:

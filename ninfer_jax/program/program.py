@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 
@@ -55,6 +56,18 @@ _STATUS = {
 }
 
 
+class Observer(Protocol):
+    """Looks on while sequences run and changes nothing; checks are made of it."""
+
+    def on_commit(self, pending: PendingBatch) -> None:
+        """A batch has run; its state is on the device, its tokens are not taken yet."""
+        ...
+
+    def on_terminate(self, handle: SequenceHandle) -> None:
+        """A sequence ends; it still holds everything."""
+        ...
+
+
 class Program:
     """The single holder of what physically exists; driven by one worker thread (Q-2).
 
@@ -87,6 +100,7 @@ class Program:
         self._generations = [0] * capacity.num_lanes
         self._next_serial = 0
         self._closed = False
+        self.observer: Observer | None = None
         pool = capacity.pools[0]
         self._resources = Resources(
             make_capacity(
@@ -136,6 +150,11 @@ class Program:
         return self._prefill_chunk_tokens
 
     @property
+    def executor(self) -> Executor:
+        """The device, for checks that look at its bits; whoever runs a step on it has spoiled the books."""
+        return self._executor
+
+    @property
     def attention_backend(self) -> str:
         """Which attention kernels run, for reports."""
         return self._executor.attention_backend
@@ -182,6 +201,7 @@ class Program:
             frontier_tokens=sequence.frontier_tokens,
             ledger_tokens=tuple(sequence.ledger_tokens[: sequence.num_ledger_tokens].tolist()),
             num_output_tokens=sequence.num_output_tokens,
+            work=sequence.work,
             history=tuple(sequence.history),
             mapped_pages=(tuple(pages[:mapped]),),
             reserved_pages=(len(pages) - mapped,),
@@ -458,11 +478,13 @@ class Program:
             if not 0 <= count <= produced:
                 raise ContractError(f"lane {handle.lane} accepts {count} of {produced} produced tokens")
         tokens = pending.tokens().tolist()  # may raise a device fault: still before the first change
+        if self.observer is not None:
+            self.observer.on_commit(pending)
         del self._open_batches[pending.serial]
         for handle, count, token in zip(pending.handles, accepted, tokens, strict=True):
             sequence = self._active[handle.lane]
             sequence.open_batch = None
-            self._fed(sequence, pending.fed_tokens)
+            self._fed(sequence, pending)
             if count == 0:
                 sequence.phase = SequencePhase.ENDING
                 continue
@@ -483,20 +505,22 @@ class Program:
         for handle in pending.handles:
             sequence = self._active[handle.lane]
             sequence.open_batch = None
-            self._fed(sequence, pending.fed_tokens)
+            self._fed(sequence, pending)
             sequence.phase = SequencePhase.ENDING
 
     @staticmethod
-    def _fed(sequence: Sequence, num_tokens: int) -> None:
+    def _fed(sequence: Sequence, pending: PendingBatch) -> None:
         """Takes the fed ledger tokens into the frontier: KV and state hold them, whatever was drawn."""
+        num_tokens, num_rows = pending.fed_tokens, len(pending.handles)
         if not num_tokens:
             return
         start, history = sequence.frontier_tokens, sequence.history
         sequence.frontier_tokens += num_tokens
-        if history and history[-1].decoded:
-            history[-1] = Segment(history[-1].start_tokens, history[-1].num_tokens + num_tokens, True)
+        last = history[-1] if history else None
+        if last is not None and last.decoded and last.num_rows == num_rows:
+            history[-1] = last._replace(num_tokens=last.num_tokens + num_tokens)
         else:
-            history.append(Segment(start, num_tokens, True))
+            history.append(Segment(start, num_tokens, True, num_rows))
 
     # -- the end ---------------------------------------------------------------------------------------------
 
@@ -511,6 +535,8 @@ class Program:
         self._require_settled(sequence)
         if sequence.phase is SequencePhase.TERMINAL_PENDING:
             raise ContractError(f"lane {handle.lane} was terminated before")
+        if self.observer is not None:
+            self.observer.on_terminate(handle)
         sequence.phase = SequencePhase.TERMINAL_PENDING
 
     def finish(self, handle: SequenceHandle) -> TransitionResult:

@@ -69,6 +69,7 @@ class SequenceFacts:
     frontier_tokens: int
     ledger_tokens: tuple[int, ...]
     num_output_tokens: int
+    work: RequestWork
     history: tuple[Segment, ...]
     mapped_pages: tuple[tuple[int, ...], ...]  # per pool, page ids in logical order
     reserved_pages: tuple[int, ...]  # per pool, entitled but not mapped

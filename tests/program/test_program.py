@@ -140,7 +140,7 @@ def test_prefill_splits_at_the_chunk_and_at_every_rewrite_frontier(build, prompt
         pending = program.prefill(handle)
         calls += 1
     assert calls == len(chunks)
-    assert program.facts(handle).history == tuple((*chunk, False) for chunk in chunks)  # C-9
+    assert program.facts(handle).history == tuple((*chunk, False, 1) for chunk in chunks)  # C-9
     assert program.facts(handle).frontier_tokens == prompt
     program.check()
 
