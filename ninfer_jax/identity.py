@@ -135,6 +135,32 @@ def extend_identity(identity: PromptIdentity, tokens: Sequence[int] | np.ndarray
     return replace(identity, tokens=ids, token_types=types, positions=positions)
 
 
+def prefix_of(identity: PromptIdentity, frontier_tokens: int) -> PromptIdentity:
+    """Returns the identity of the first tokens alone; positions after it go on as they did in the whole.
+
+    Raises:
+        ValueError: if the frontier is outside, or cuts an image or video.
+    """
+    end = frontier_tokens
+    if not 0 < end <= identity.num_tokens or cuts_media(identity, end):
+        raise ValueError(f"no prefix of {end} tokens in a prompt of {identity.num_tokens}")
+    if end == identity.num_tokens:
+        return identity
+    arrays = identity.tokens[:end], identity.token_types[:end], identity.positions[:, :end]
+    tokens, types, positions = (np.array(array) for array in arrays)
+    for array in (tokens, types, positions):
+        array.setflags(write=False)
+    return replace(
+        identity,
+        tokens=tokens,
+        token_types=types,
+        positions=positions,
+        rope_delta=int(positions[:, -1].max()) + 1 - end,
+        media=_media_before(identity, end),
+        rewrite_execution_frontiers=_frontiers_before(identity, end),
+    )
+
+
 def cuts_media(identity: PromptIdentity, frontier_tokens: int) -> bool:
     """Returns whether a frontier falls strictly inside an image or video, where no state can be held."""
     return any(span.start_tokens < frontier_tokens < span.end_tokens for span in identity.media)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import jax
 import jax.numpy as jnp
@@ -322,6 +323,19 @@ class ModelExecutor:
     def mover(self) -> Mover:
         """Moves pages and images of these buffers."""
         return NoMover() if self._mover is None else self._mover
+
+    def weights_digest(self) -> str:
+        """Returns a digest of up to 4,096 values of every weight, spread evenly over it.
+
+        Another revision of a model differs nearly everywhere, so a sample tells it apart, and reading all of
+        a large model back from the device would take seconds.
+        """
+        digest = blake2b(digest_size=16)
+        for array in self._weights.arrays:
+            flat = np.asarray(array).reshape(-1)
+            sample = np.ascontiguousarray(flat[:: max(1, flat.size // 4096)])
+            digest.update(f"{array.dtype}{array.shape}".encode() + sample.view(np.uint8).tobytes())
+        return digest.hexdigest()
 
     def _put_cache(self, cache: Cache) -> None:
         self._open_buffers().cache = cache

@@ -99,6 +99,38 @@ class Mover(Protocol):
         """Copies one Device slot onto another."""
         ...
 
+    def read_pages(self, pages: Sequence[int]) -> np.ndarray:
+        """Returns [N, ...], the contents of Device pages."""
+        ...
+
+    def read_host_pages(self, granules: Sequence[int]) -> np.ndarray:
+        """Returns [N, ...], the contents of Host pages."""
+        ...
+
+    def write_pages(self, contents: np.ndarray, pages: Sequence[int]) -> None:
+        """Writes [N, ...] into Device pages."""
+        ...
+
+    def write_host_pages(self, contents: np.ndarray, granules: Sequence[int]) -> None:
+        """Writes [N, ...] into Host pages."""
+        ...
+
+    def read_image(self, slot: int) -> list[np.ndarray]:
+        """Returns the leaves of a Device image."""
+        ...
+
+    def read_host_image(self, host_slot: int) -> list[np.ndarray]:
+        """Returns the leaves of a Host image."""
+        ...
+
+    def write_image(self, leaves: Sequence[np.ndarray], slot: int) -> None:
+        """Writes a Device image."""
+        ...
+
+    def write_host_image(self, leaves: Sequence[np.ndarray], host_slot: int) -> None:
+        """Writes a Host image."""
+        ...
+
 
 class NoMover:
     """Stands where nothing is ever kept, so that nothing is ever copied."""
@@ -147,6 +179,10 @@ class Executor(Protocol):
         Args:
             rows: int32[B, ROW_WIDTH + W], columns of `row_layout`; a copy that nobody changes afterwards.
         """
+        ...
+
+    def weights_digest(self) -> str:
+        """Returns a digest of the weights' values, so that another revision of a model is noticed."""
         ...
 
     def reset(self) -> None:

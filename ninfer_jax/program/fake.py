@@ -256,6 +256,45 @@ class FakeExecutor:
         self._enter("copy")
         self._digests[destination], self._covered[destination] = self._digests[source], self._covered[source]
 
+    def read_pages(self, pages: Sequence[int]) -> np.ndarray:
+        """Returns int64[N, 64, 2]."""
+        return self._pages[list(pages)].copy()
+
+    def read_host_pages(self, granules: Sequence[int]) -> np.ndarray:
+        """Returns int64[N, 64, 2]."""
+        return self._host_pages[list(granules)].copy()
+
+    def write_pages(self, contents: np.ndarray, pages: Sequence[int]) -> None:
+        """Writes Device pages."""
+        self._enter("copy")
+        self._pages[list(pages)] = contents
+
+    def write_host_pages(self, contents: np.ndarray, granules: Sequence[int]) -> None:
+        """Writes Host pages."""
+        self._host_pages[list(granules)] = contents
+
+    def read_image(self, slot: int) -> list[np.ndarray]:
+        """Returns int64[2]: digest and tokens covered."""
+        return [np.array([self._digests[slot], self._covered[slot]], np.uint64).view(np.int64)]
+
+    def read_host_image(self, host_slot: int) -> list[np.ndarray]:
+        """Returns int64[2]: digest and tokens covered."""
+        return [np.array(self._host_images[host_slot], np.uint64).view(np.int64)]
+
+    def write_image(self, leaves: Sequence[np.ndarray], slot: int) -> None:
+        """Writes a Device image."""
+        self._enter("copy")
+        self._digests[slot], self._covered[slot] = leaves[0].view(np.uint64).tolist()
+
+    def write_host_image(self, leaves: Sequence[np.ndarray], host_slot: int) -> None:
+        """Writes a Host image."""
+        digest, covered = leaves[0].view(np.uint64).tolist()
+        self._host_images[host_slot] = digest, covered
+
+    def weights_digest(self) -> str:
+        """There are no weights, only a vocabulary."""
+        return f"none {self.vocab_size}"
+
     def allocated_bytes(self) -> Mapping[str, int]:
         """Returns what a real executor of this capacity would hold."""
         pages = {pool_axis(pool.kind.value): pool.num_pages * pool.page_bytes for pool in self.capacity.pools}

@@ -208,6 +208,47 @@ class ModelMover:
         """Copies one Device slot onto another."""
         self._replace(self.programs.copy_image, np.array([source, destination], np.int32))
 
+    def read_pages(self, pages: Sequence[int]) -> np.ndarray:
+        """Returns [N, L, 2, Hkv, 64, D], the contents of Device pages."""
+        cache, parts = self._take_cache(), []
+        for start in range(0, len(pages), GROUP_PAGES):
+            packed = self._counter.watch(self.programs.pack, cache, _group(pages, start))
+            parts.append(np.asarray(packed)[: len(pages) - start])
+        return np.concatenate(parts)
+
+    def read_host_pages(self, granules: Sequence[int]) -> np.ndarray:
+        """Returns [N, L, 2, Hkv, 64, D], the contents of Host pages."""
+        return self.host.pages(granules, len(granules))
+
+    def write_pages(self, contents: np.ndarray, pages: Sequence[int]) -> None:
+        """Writes the contents of Device pages."""
+        for start in range(0, len(pages), GROUP_PAGES):
+            part = contents[start : start + GROUP_PAGES]
+            packed = np.zeros((GROUP_PAGES, *contents.shape[1:]), contents.dtype)
+            packed[: len(part)] = part
+            self._replace(self.programs.unpack, packed, _group(pages, start))
+
+    def write_host_pages(self, contents: np.ndarray, granules: Sequence[int]) -> None:
+        """Writes the contents of Host pages."""
+        self.host.put_pages(granules, contents)
+
+    def read_image(self, slot: int) -> list[np.ndarray]:
+        """Returns the leaves of a Device image."""
+        leaves = self._counter.watch(self.programs.read_image, self._take_cache(), np.int32(slot))
+        return [np.asarray(leaf) for leaf in leaves]
+
+    def read_host_image(self, host_slot: int) -> list[np.ndarray]:
+        """Returns the leaves of a Host image."""
+        return self.host.image(host_slot)
+
+    def write_image(self, leaves: Sequence[np.ndarray], slot: int) -> None:
+        """Writes a Device image."""
+        self._replace(self.programs.write_image, tuple(leaves), np.int32(slot))
+
+    def write_host_image(self, leaves: Sequence[np.ndarray], host_slot: int) -> None:
+        """Writes a Host image."""
+        self.host.put_image(host_slot, leaves)
+
     def _replace(self, program: jax.stages.Compiled, *args: object) -> None:
         self._put_cache(self._counter.watch(program, self._take_cache(), *args))
 

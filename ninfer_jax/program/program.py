@@ -44,6 +44,7 @@ from ninfer_jax.program.resources import Resources, SharedCapture
 from ninfer_jax.program.row_layout import PROMPT_TOKENS, STEP, TOKEN
 from ninfer_jax.program.rows import ExecutionRows
 from ninfer_jax.program.sequence import Sequence, SequenceFacts, SequencePhase, StateBinding
+from ninfer_jax.program.session_snapshot import ContextContents, Dropped
 from ninfer_jax.program.slots import SlotPool
 from ninfer_jax.request import AdmissionStatus, SequenceHandle
 from ninfer_jax.reuse import ROOT_CHOICE, OwnerKey, OwnerSummary, SourceChoice, TransitionResult
@@ -240,7 +241,7 @@ class Program:
             if choice.ref is not None and row is None:
                 raise StaleHandleError(f"{choice.ref} is gone; make the shortlist again")
             candidates.append(Candidate(ordinal, row, choice.disposition, planned, choice.is_session_binding))
-        return make_problem(self._resources.state, candidates)
+        return make_problem(self._resources.state, candidates, holdings=self._resources.holdings)
 
     def _planned(self, work: RequestWork) -> PlannedWork:
         return make_request(
@@ -596,17 +597,53 @@ class Program:
             StaleHandleError: if it is gone; nothing changed.
             ContractError: if it is active, protected by an active sequence, or a transition is open.
         """
+        self._require_inactive(owner)
+        deleted = tuple(sorted(self._resources.summary(owner.owner).refs))
+        self._resources.release(owner.owner)
+        result = self._stable("release", evicted=(owner.owner,))
+        assert isinstance(result.outcome, Committed)
+        return replace(result, outcome=replace(result.outcome, deleted=deleted))
+
+    def _require_inactive(self, owner: OwnerKey) -> None:
         self._require_open()
         state = self._resources.state
         if not self._resources.is_alive(owner):
             raise StaleHandleError(f"owner row {owner.owner} generation {owner.generation} is gone")
         if state.owner_kind[owner.owner] == OwnerKind.ACTIVE or state.edges[:, owner.owner].any():
             raise ContractError(f"owner row {owner.owner} is active or read by an active sequence")
-        deleted = tuple(sorted(self._resources.summary(owner.owner).refs))
-        self._resources.release(owner.owner)
-        result = self._stable("release", evicted=(owner.owner,))
-        assert isinstance(result.outcome, Committed)
-        return replace(result, outcome=replace(result.outcome, deleted=deleted))
+
+    # -- sessions --------------------------------------------------------------------------------------------
+
+    def context_contents(self, owner: OwnerKey) -> ContextContents:
+        """Returns an inactive context, whole; changes nothing (C-11).
+
+        Raises:
+            StaleHandleError: if it is gone.
+            ContractError: if it is active, read by an active sequence, or a transition is open.
+        """
+        self._require_inactive(owner)
+        return self._resources.contents(owner.owner)
+
+    def adopt_context(
+        self, contents: ContextContents, *, max_long_anchors: int
+    ) -> tuple[TransitionResult, tuple[Dropped, ...]] | str:
+        """Returns the new private owner of a restored context and what was dropped, or why it does not fit.
+
+        Raises:
+            ContractError: if no lane is idle (PER-05) or a transition is open.
+        """
+        self._require_open()
+        if self._lanes.num_free == 0:
+            raise ContractError("a restore needs an idle lane; wait until a request has ended")
+        adopted = self._resources.adopt_contents(contents, max_long_anchors=max_long_anchors)
+        if isinstance(adopted, str):
+            return adopted
+        summary, dropped = adopted
+        return self._stable("restore", summary.owner), dropped
+
+    def weights_digest(self) -> str:
+        """Returns a digest of the weights' values."""
+        return self._executor.weights_digest()
 
     # -- captures --------------------------------------------------------------------------------------------
 

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ninfer_jax.errors import ContractError, InvariantError, PlanConsumedError, StalePlanError
-from ninfer_jax.identity import PromptIdentity
+from ninfer_jax.identity import PromptIdentity, prefix_of
 from ninfer_jax.planner import operations
 from ninfer_jax.planner.capacity import DEVICE_STATE, HOST_STATE, PhysicalCapacity, axis_names, ceil_div
+from ninfer_jax.planner.holders import Holdings, make_holdings
 from ninfer_jax.planner.ids import (
     NO_EXTENT,
     NO_SLOT,
@@ -47,6 +48,12 @@ from ninfer_jax.program.executor import Mover, Transfer
 from ninfer_jax.program.history import Segment, history_up_to
 from ninfer_jax.program.identity_book import IdentityBook
 from ninfer_jax.program.page_book import PageBook
+from ninfer_jax.program.session_snapshot import (
+    ContextContents,
+    Dropped,
+    place_context,
+    saved_checkpoints,
+)
 from ninfer_jax.program.transaction import Effect, Event, Transaction, advance, open_transaction
 from ninfer_jax.reuse import CheckpointSummary, OwnerKey, OwnerSummary
 
@@ -119,6 +126,7 @@ class Resources:
         self._books = tuple(PageBook(pool.device_pages) for pool in self.capacity.pools)
         self._promised: dict[int, list[list[int]]] = {}  # by active owner: per pool, in logical order
         self._identities = IdentityBook()
+        self._holdings: Holdings | None = None
         self._running: _Running | None = None
         self._consumed: weakref.WeakSet[ResourcePlan] = weakref.WeakSet()
 
@@ -138,6 +146,13 @@ class Resources:
     def transaction(self) -> Transaction | None:
         """The open transaction, if any."""
         return None if self._running is None else self._running.transaction
+
+    @property
+    def holdings(self) -> Holdings:
+        """Who holds what in the current state; made once for each, however many requests are planned on it."""
+        if self._holdings is None or self._holdings.state is not self._state:
+            self._holdings = make_holdings(self._state)
+        return self._holdings
 
     def occupancy(self) -> dict[str, int]:
         """Returns used units per axis (R-4), and how much of it is promised growth."""
@@ -557,6 +572,78 @@ class Resources:
     def _release_promised(self, owner: OwnerId) -> None:
         for book, pages in zip(self._books, self._promised.pop(owner, []), strict=False):
             book.give_back(pages)
+
+    # -- sessions --------------------------------------------------------------------------------------------
+
+    def contents(self, owner: OwnerId) -> ContextContents:
+        """Returns an inactive context, whole; reading changes nothing (PER-02)."""
+        self._require_quiet()
+        state, mover = self._state, self._mover
+        known = self._identities.known(owner, int(state.owner_generation[owner]))
+        saved, images = saved_checkpoints(state, owner)
+        end = max(checkpoint.frontier_tokens for checkpoint in saved)
+        pages = []
+        for run, _ in space(state, owner, 0):
+            count = int(state.run_pages[run])
+            if state.run_device[run]:
+                pages.append(mover.read_pages(self._books[0].pages_of(int(state.run_serial[run]), count)))
+            else:
+                start = int(state.run_host_start[run])
+                pages.append(mover.read_host_pages(range(start, start + count)))
+        return ContextContents(
+            identity=prefix_of(known.identity, end),
+            history=history_up_to(known.history, end),
+            checkpoints=tuple(saved),
+            images=tuple(
+                tuple(
+                    mover.read_image(int(state.image_device[image]))
+                    if state.image_device[image] != NO_SLOT
+                    else mover.read_host_image(int(state.image_host[image]))
+                )
+                for image in images
+            ),
+            pages=np.concatenate(pages),
+        )
+
+    def adopt_contents(
+        self, contents: ContextContents, *, max_long_anchors: int
+    ) -> tuple[OwnerSummary, tuple[Dropped, ...]] | str:
+        """Returns the new private owner of a restored context and what was dropped, or why it does not fit.
+
+        Its bytes are written before the state that names them is installed.
+        """
+        self._require_quiet()
+        placed = place_context(self._state, contents.checkpoints, max_long_anchors=max_long_anchors)
+        if isinstance(placed, str):
+            return placed
+        state, book, names, done = placed.state, self._books[0], [], 0
+        taken: list[int] = []
+        try:
+            for run, _ in space(state, placed.owner, 0):
+                count = int(state.run_pages[run])
+                part = contents.pages[done : done + count]
+                done += count
+                if state.run_device[run]:
+                    pages = book.take(count)
+                    taken += pages
+                    serial = int(state.run_serial[run])
+                    names += [(0, serial + i, page) for i, page in enumerate(pages)]
+                    self._mover.write_pages(part, pages)
+                else:
+                    start = int(state.run_host_start[run])
+                    self._mover.write_host_pages(part, range(start, start + count))
+            for image, slot, host_slot in placed.images:
+                if slot >= 0:
+                    self._mover.write_image(contents.images[image], slot)
+                else:
+                    self._mover.write_host_image(contents.images[image], host_slot)
+        except BaseException:
+            book.give_back(taken)
+            raise
+        self._install(replace(state, revision=self._revision), names)
+        self.remember(placed.owner, contents.identity, contents.history)
+        self._bump()
+        return self.summary(placed.owner), placed.dropped
 
     # -- installing ------------------------------------------------------------------------------------------
 
