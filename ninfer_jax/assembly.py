@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,15 @@ def pick_device(name: str | None) -> jax.Device:
     return devices[index]
 
 
+def _digest_of(directory: Path, *names: str) -> str:
+    """Returns a digest of the files of these names that are there."""
+    digest = blake2b(digest_size=16)
+    for path in (directory / name for name in names):
+        if path.is_file():
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
 def model_facts(plan: Blueprint) -> ModelFacts:
     """Returns what reports say about the model."""
     config = plan.config
@@ -163,4 +173,6 @@ def model_facts(plan: Blueprint) -> ModelFacts:
         vocab_size=config.vocab_size,
         dtype=plan.options.dtype,
         device=f"{plan.device.device_kind} ({plan.device})",
+        tokenizer_digest=_digest_of(plan.directory, "tokenizer.json"),
+        template_digest=_digest_of(plan.directory, "chat_template.jinja", "tokenizer_config.json"),
     )

@@ -18,6 +18,7 @@ from typing import Any, Unpack, overload
 
 from ninfer_jax.checks import checked_seconds
 from ninfer_jax.context_cache.request_facts import RequestFacts, make_request_facts
+from ninfer_jax.engine_sessions import EngineSessions, SessionFacts, list_saved_sessions
 from ninfer_jax.errors import EngineClosedError, OptionError, PromptError, RequestError, RequestErrorKind
 from ninfer_jax.frontend.frontend import Frontend
 from ninfer_jax.handle import RequestHandle, Response
@@ -33,6 +34,7 @@ from ninfer_jax.prompts import Messages, Prompt, is_messages, one_or_many
 from ninfer_jax.request import HintArguments, Request, RequestId
 from ninfer_jax.results import Event, GenerationResult
 from ninfer_jax.sampling_params import SamplingParams
+from ninfer_jax.session_store import RestoreReport
 from ninfer_jax.worker import Worker
 
 __all__ = ["Engine", "plan_memory"]
@@ -74,10 +76,12 @@ class Engine:
             parts.program,
             make_manager(parts),
             num_lanes=parts.options.max_concurrency,
+            max_long_anchors=parts.options.cache.max_long_anchors_per_continuation,
             max_outstanding=parts.options.max_outstanding_requests,
             inbox=self._inbox,
             clock=clock,
         )
+        self._sessions = EngineSessions(parts, self._worker, self._ask)
         self._thread: threading.Thread | None = None
         if threaded:
             self._thread = threading.Thread(target=self._worker.run, name="ninfer-jax worker", daemon=True)
@@ -338,6 +342,45 @@ class Engine:
         request = self._request(RequestId(0), made, timeout_s=None)
         facts = _facts(request, made)
         return self._ask(lambda: self._worker.dry_run(facts))
+
+    # -- sessions on disk ------------------------------------------------------------------------------------
+
+    def save_session(self, session: str, path: str | Path) -> Path:
+        """Saves the context that a session is bound to, with every checkpoint; changes nothing here (C-11).
+
+        Args:
+            session: the key that its requests were given.
+            path: a folder for this one session; an earlier save in it is replaced only once the new one is
+                complete, whatever happens meanwhile.
+        Returns:
+            The folder of the new version inside.
+        Raises:
+            SessionError: NOT_FOUND, BUSY, or UNSUITABLE_PATH.
+        """
+        return self._sessions.save(session, path)
+
+    def restore_session(self, path: str | Path, session: str | None = None) -> RestoreReport:
+        """Restores a saved context; requests that begin with its tokens find it, others never.
+
+        Args:
+            path: what ``save_session`` was given.
+            session: also bind it to this key.
+        Returns:
+            Which checkpoints are there again, and why the others are not.
+        Raises:
+            SessionError: saying what is wrong with the file, or that it does not fit; nothing was changed.
+        """
+        return self._sessions.restore(path, session)
+
+    def list_sessions(self, directory: str | Path) -> list[SessionFacts]:
+        """Returns what a directory of saved sessions holds.
+
+        Raises:
+            SessionError: NOT_FOUND if there is no such directory.
+        """
+        return list_saved_sessions(directory)
+
+    # -- what is kept ----------------------------------------------------------------------------------------
 
     def clear_cache(self) -> int:
         """Releases every inactive context that no running request reads, and says how many.

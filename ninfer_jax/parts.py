@@ -30,6 +30,8 @@ class ModelFacts:
     vocab_size: int
     dtype: str
     device: str
+    tokenizer_digest: str = ""
+    template_digest: str = ""
 
 
 @dataclass(frozen=True, eq=False)

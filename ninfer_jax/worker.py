@@ -16,7 +16,15 @@ from ninfer_jax.context_cache.catalog import entries
 from ninfer_jax.context_cache.explain import outcome_of
 from ninfer_jax.context_cache.records import protected
 from ninfer_jax.counters import Counters
-from ninfer_jax.errors import ContractError, InvariantError, RequestError, RequestErrorKind, StaleHandleError
+from ninfer_jax.errors import (
+    ContractError,
+    InvariantError,
+    RequestError,
+    RequestErrorKind,
+    SessionError,
+    SessionErrorKind,
+    StaleHandleError,
+)
 from ninfer_jax.handle import CommittedToken
 from ninfer_jax.inbox import Abandon, Ask, Cancel, Close, Inbox, Message, Submit
 from ninfer_jax.job import Job
@@ -24,6 +32,7 @@ from ninfer_jax.model.sampling import NO_CANDIDATE, NOT_FINITE
 from ninfer_jax.request import AdmissionStatus, RequestId, RequestState, SequenceHandle
 from ninfer_jax.results import FinishReason, GenerationStart, TextDelta, TokenLogprobs
 from ninfer_jax.scheduler import Action, AdmissionVerdict, Admit, Decode, Prefill, Scheduler, judge
+from ninfer_jax.session_store import RestoreReport
 from ninfer_jax.transitions import Landed, TransitionPort, Transitions
 
 if TYPE_CHECKING:
@@ -33,6 +42,8 @@ if TYPE_CHECKING:
     from ninfer_jax.planner.outcome import PlanOutcome
     from ninfer_jax.program.executor import Logprobs
     from ninfer_jax.program.pending import PendingBatch
+    from ninfer_jax.program.session_snapshot import ContextContents, Dropped
+    from ninfer_jax.reuse import OwnerKey, TransitionResult
 
 logger = logging.getLogger("ninfer_jax")
 
@@ -64,6 +75,16 @@ class ProgramPort(TransitionPort, Protocol):
         """Ends the sequence, which keeps its whole reservation."""
         ...
 
+    def context_contents(self, owner: OwnerKey) -> ContextContents:
+        """Returns an inactive context, whole."""
+        ...
+
+    def adopt_context(
+        self, contents: ContextContents, *, max_long_anchors: int
+    ) -> tuple[TransitionResult, tuple[Dropped, ...]] | str:
+        """Restores a context, or says why it does not fit."""
+        ...
+
     def occupancy(self) -> Mapping[str, int]:
         """Returns used units per axis."""
         ...
@@ -84,6 +105,7 @@ class Worker:
         program: the physical authority.
         manager: the logical authority over what is kept.
         num_lanes: C.
+        max_long_anchors: that one continuation may hold.
         max_outstanding: bound of unfinished requests; the gate in front of the inbox enforces it.
         inbox: messages from other threads.
         clock: monotonic nanoseconds.
@@ -95,6 +117,7 @@ class Worker:
         manager: ResourceManager,
         *,
         num_lanes: int,
+        max_long_anchors: int,
         max_outstanding: int,
         inbox: Inbox,
         clock: Callable[[], int],
@@ -105,6 +128,8 @@ class Worker:
         self._inbox = inbox
         self._clock = clock
         self._scheduler = Scheduler(num_lanes, max_outstanding)
+        self._num_lanes = num_lanes
+        self._max_long_anchors = max_long_anchors
         self._jobs: dict[RequestId, Job] = {}
         self._counters = Counters()
         self._mail: deque[Message] = deque()
@@ -551,6 +576,53 @@ class Worker:
             clock=self._clock,
         )
         return outcome_of(admission)
+
+    def bound_sessions(self) -> tuple[str, ...]:
+        """Returns the sessions that could be saved."""
+        return self._manager.bound_sessions()
+
+    def read_session(self, session: str) -> tuple[ContextContents, str]:
+        """Returns the context of a session and its retention class; changes nothing (C-11).
+
+        Raises:
+            SessionError: NOT_FOUND, or BUSY while a request reads it or a transition is open (PER-04).
+        """
+        owner = self._manager.session_owner(session)
+        if owner is None:
+            raise SessionError(SessionErrorKind.NOT_FOUND, f"no finished context is bound to {session!r}")
+        if self._transitions.is_open or owner in protected(self._manager.state):
+            raise SessionError(SessionErrorKind.BUSY, f"{session!r} is in use; save it when that has ended")
+        return self._program.context_contents(owner), "live_session"
+
+    def adopt_session(self, contents: ContextContents, session: str | None) -> RestoreReport:
+        """Restores a context as if it had just been published; found by its tokens, or by `session` too.
+
+        Raises:
+            SessionError: BUSY or TOO_LARGE; nothing changed.
+        """
+        if self._transitions.is_open or self._scheduler.num_active >= self._num_lanes:
+            raise SessionError(SessionErrorKind.BUSY, "a restore needs an idle lane and no open transition")
+        if not self._manager.has_room():
+            raise SessionError(
+                SessionErrorKind.TOO_LARGE, "every private cell is taken; clear_cache() or raise the limit"
+            )
+        adopted = self._program.adopt_context(contents, max_long_anchors=self._max_long_anchors)
+        if isinstance(adopted, str):
+            raise SessionError(SessionErrorKind.TOO_LARGE, adopted)
+        result, dropped = adopted
+        self._manager.adopt_restore(result, session=session, order=self._restore_order(session))
+        (row,) = result.owners
+        return RestoreReport(
+            session,
+            max(c.frontier_tokens for c in row.checkpoints),
+            tuple((c.ref.kind.name.lower(), c.frontier_tokens) for c in row.checkpoints),
+            tuple((d.kind.name.lower(), d.frontier_tokens, d.reason) for d in dropped),
+        )
+
+    def _restore_order(self, session: str | None) -> int:
+        """Returns an order before every later request's, and behind what the session is bound to now."""
+        binding = None if session is None else self._manager.state.sessions.bindings.get(session)
+        return 0 if binding is None else binding.order + 1
 
     def clear_cache(self) -> int:
         """Releases every inactive context that nobody reads; how many."""

@@ -44,7 +44,7 @@ from ninfer_jax.context_cache.records import (
 )
 from ninfer_jax.context_cache.request_facts import RequestFacts
 from ninfer_jax.context_cache.sessions import claim_binding, without_owners
-from ninfer_jax.context_cache.settlement import adopted_finish, adopted_release, discarded
+from ninfer_jax.context_cache.settlement import adopted_finish, adopted_release, adopted_restore, discarded
 from ninfer_jax.errors import ContractError, StaleHandleError
 from ninfer_jax.options import ResolvedCacheOptions
 from ninfer_jax.planner.backfill import BackfillProof, BackfillRefused
@@ -297,6 +297,28 @@ class ResourceManager:
             InvariantError: if the result says anything else; nothing was changed.
         """
         self._state = adopted_release(self._state, intent.owner, result)
+
+    def session_owner(self, session: str) -> OwnerKey | None:
+        """Returns the owner that a session is bound to, or None."""
+        binding = self._state.sessions.bindings.get(session)
+        return None if binding is None or binding.claim is not None else binding.owner
+
+    def bound_sessions(self) -> tuple[str, ...]:
+        """Returns the sessions that are bound to a catalogued owner."""
+        return tuple(s for s in self._state.sessions.bindings if self.session_owner(s) is not None)
+
+    def has_room(self) -> bool:
+        """Returns whether another private continuation could be catalogued."""
+        return first_vacant(self._state.catalog, OwnerKind.PRIVATE) is not None
+
+    def adopt_restore(self, result: TransitionResult, *, session: str | None, order: int) -> None:
+        """Takes over a restored context; ask `has_room` first.
+
+        Raises:
+            InvariantError: if the result is not one new private owner; nothing was changed.
+        """
+        self._expect_no_claim()
+        self._state = adopted_restore(self._state, result, session=session, order=order)
 
     def reset(self) -> None:
         """Forgets everything that lived in the program (Q-7); session orders and counters only ever grow."""

@@ -13,6 +13,7 @@ from ninfer_jax.context_cache.catalog import (
     Entry,
     entry_at,
     find,
+    first_vacant,
     publish,
     summarised,
     unreserve,
@@ -79,6 +80,29 @@ def adopted_finish(state: CacheState, request_id: RequestId, result: TransitionR
         lost=remember(state.lost, [(row.owner_key, c) for c in gone]),
         counters=counters,
     )
+
+
+def adopted_restore(
+    state: CacheState, result: TransitionResult, *, session: str | None, order: int
+) -> CacheState:
+    """Returns the state after a saved context was restored: anonymous, unless a session is named (C-11).
+
+    Raises:
+        InvariantError: if the result is not one new private owner, or no cell is vacant.
+    """
+    (row,) = result.owners
+    cell = first_vacant(state.catalog, OwnerKind.PRIVATE)
+    if row.kind is not OwnerKind.PRIVATE or cell is None:
+        raise InvariantError(f"result: a restore into cell {cell} reported a {row.kind.name} owner")
+    epoch, sessions, catalog = state.epoch + 1, state.sessions, state.catalog
+    retention = Retention.RECENT_PRIVATE
+    if session is not None:
+        bound = bind(sessions, session, order, row.owner_key)
+        sessions, catalog = bound.sessions, _anonymous(catalog, bound.displaced)
+        session = session if bound.is_bound else None
+        retention = Retention.LIVE_SESSION if bound.is_bound else retention
+    entry = Entry(row, retention, session, order, epoch)
+    return changed(state, epoch=epoch, catalog=publish(catalog, cell, entry), sessions=sessions)
 
 
 def discarded(state: CacheState, request_id: RequestId) -> CacheState:

@@ -149,7 +149,7 @@ class Resources:
 
     @property
     def holdings(self) -> Holdings:
-        """Who holds what in the current state; made once for each, however many requests are planned on it."""
+        """Who holds what in the current state; made once, however many requests are planned on it."""
         if self._holdings is None or self._holdings.state is not self._state:
             self._holdings = make_holdings(self._state)
         return self._holdings
@@ -526,15 +526,19 @@ class Resources:
         state, holder = operations.capture(before, owner, capture.spec, shared=True, state_tier=capture.tier)
         self._copy_captured(state, owner, holder, capture.spec)
         names: list[tuple[int, int, int]] = []
-        for pool, book in enumerate(self._books):
-            tokens = int(state.owner_frontier[owner, pool])
-            if tokens % self.capacity.page_tokens:
-                run = space(before, owner, pool)[-1][0]
-                last = int(before.run_serial[run]) + int(before.run_pages[run]) - 1
-                (page,) = book.take(1)
-                self._mover.copy_page(book.pages_of(last, 1)[0], page)
-                serial = int(state.run_serial[space(state, owner, pool)[-1][0]])
-                names.append((pool, serial, page))
+        try:
+            for pool, book in enumerate(self._books):
+                if int(state.owner_frontier[owner, pool]) % self.capacity.page_tokens:
+                    run = space(before, owner, pool)[-1][0]
+                    last = int(before.run_serial[run]) + int(before.run_pages[run]) - 1
+                    (page,) = book.take(1)
+                    names.append((pool, int(state.run_serial[space(state, owner, pool)[-1][0]]), page))
+                    self._on_operation("copy tail")
+                    self._mover.copy_page(book.pages_of(last, 1)[0], page)
+        except BaseException:
+            for pool, _, page in names:
+                self._books[pool].give_back([page])
+            raise
         self._install(_settled_at(state, self._revision), names)
         self.remember(holder, capture.identity, capture.history)
         return holder
