@@ -389,10 +389,8 @@ class Program:
             self._run_chunk(sequence, start, end)
             if end < len(work.identity.tokens):
                 return None
-        elif sequence.state.read_slot not in (None, sequence.state.write_slot):
-            assert sequence.state.read_slot is not None
-            self._executor.mover.copy_image(sequence.state.read_slot, sequence.state.write_slot)
-        self._settle_fork(sequence)
+        else:
+            self._own_image(sequence)
         # The first token is drawn from the stored tail hidden by a program of its own: the head is compiled
         # once instead of once per bucket, and a request that starts at this very frontier repeats the draw.
         result = self._executor.draw_from_tail(self._rows.copy([sequence.row]))
@@ -412,6 +410,14 @@ class Program:
         )
         sequence.frontier_tokens = end
         sequence.history.append(Segment(start, end - start, decoded=False))
+        self._settle_fork(sequence)
+
+    def _own_image(self, sequence: Sequence) -> None:
+        """Copies a borrowed image into the sequence's own slot, where no step will write it."""
+        read_slot, write_slot = sequence.state.read_slot, sequence.state.write_slot
+        if read_slot not in (None, write_slot):
+            assert read_slot is not None
+            self._executor.mover.copy_image(read_slot, write_slot)
         self._settle_fork(sequence)
 
     def _settle_fork(self, sequence: Sequence) -> None:
@@ -543,8 +549,8 @@ class Program:
     def finish(self, handle: SequenceHandle) -> TransitionResult:
         """Publishes a terminated sequence: its committed state becomes the endpoint of a continuation (A-5).
 
-        Its handle is stale from here on. A sequence that never ran a step has no state to keep and is
-        discarded: then no owner is reported.
+        Its handle is stale from here on. A sequence that never ran a step has nothing new to keep and is
+        discarded: then no owner is reported. But what it consumed of a conversation is published again.
 
         Raises:
             StaleHandleError, ContractError: if it was not terminated first, or a transition is open (TX-09);
@@ -553,8 +559,10 @@ class Program:
         sequence = self._require_terminal(handle)
         frontier = sequence.frontier_tokens
         if sequence.state.read_slot != sequence.state.write_slot:
-            self.discard(handle)
-            return self._stable("discard")
+            if not self._resources.summary(sequence.owner).checkpoints:
+                self.discard(handle)
+                return self._stable("discard")
+            self._own_image(sequence)
         self._sync()
         identity = self._identity_up_to(sequence, frontier)
         spec = self._spec(sequence, frontier, CheckpointKind.SESSION_ENDPOINT, 0)
@@ -658,16 +666,24 @@ class Program:
         """Takes a checkpoint of a sequence at its frontier, if a state slot is free for it (A-6).
 
         Returns:
-            Committed with the sequence's owner; Aborted if it was skipped, and nothing changed.
+            Committed with the sequence's owner; Aborted if there was no room or the copy failed, and nothing
+            changed.
         """
-        sequence = self._get(handle)
+        sequence, frontier = self._get(handle), self.frontier_tokens(handle)
         self._require_settled(sequence)
         if self.has_open_transition:
             return self._skipped("a transition is open")
         self._sync()
-        spec = self._spec(sequence, sequence.frontier_tokens, kind, ordinal)
-        self._resources.remember(sequence.owner, sequence.work.identity, tuple(sequence.history))
-        if not self._resources.capture_private(sequence.owner, spec, replaces=replaces):
+        spec = self._spec(sequence, frontier, kind, ordinal)
+        identity = self._identity_up_to(sequence, frontier)
+        self._resources.remember(sequence.owner, identity, tuple(sequence.history))
+        try:
+            is_taken = self._resources.capture_private(sequence.owner, spec, replaces=replaces)
+        except (InvariantError, ContractError):
+            raise
+        except Exception as fault:  # before anything was installed: the sequence goes on without it (A-6)
+            return self._skipped(f"{type(fault).__name__}: {fault}")
+        if not is_taken:
             return self._skipped("no state slot is free")
         return self._stable("capture", sequence.owner)
 
