@@ -32,7 +32,14 @@ if TYPE_CHECKING:
     from ninfer_jax.request import SequenceHandle
     from ninfer_jax.results import GenerationResult
 
-__all__ = ["ColdCheck", "Recording", "assert_cold_equals_warm", "check_cold_equals_warm", "replay_cold"]
+__all__ = [
+    "ColdCheck",
+    "Recording",
+    "assert_cold_equals_warm",
+    "check_cold_equals_warm",
+    "record",
+    "replay_cold",
+]
 
 # What people say in turn (texts, or token ids that are appended to the talk so far), or a function that talks
 # to the engine as it likes; whatever it asked must be answered when it returns.
@@ -48,7 +55,9 @@ class Draw:
 
     token: int
     tail_hidden: np.ndarray  # [hidden], what the logits are made of
-    logprobs: tuple[np.ndarray, ...]  # of the drawn token, ids and values of the alternatives; () if not asked
+    logprobs: tuple[
+        np.ndarray, ...
+    ]  # of the drawn token, ids and values of the alternatives; () if not asked
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,9 +84,9 @@ class ColdCheck:
 
     def __str__(self) -> str:
         return (
-            f"cold equals warm: {self.requests} requests that reused {self.reused_tokens} tokens, run again from "
-            f"root on zeroed memory: {self.draws} draws and the state and KV of {self.kv_tokens} tokens are the "
-            "same bits"
+            f"cold equals warm: {self.requests} requests that reused {self.reused_tokens} tokens, run again "
+            f"from root on zeroed memory: {self.draws} draws and state and KV of {self.kv_tokens} tokens are "
+            "the same bits"
         )
 
 
@@ -119,8 +128,8 @@ def assert_cold_equals_warm(
     Cold means: all contexts released, device buffers zeroed, each request from root in the steps that its
     state was made of: the same prefill chunks, the same decode steps of as many rows. Tokens, tail hidden
     states (and with them the logits), log-probabilities where asked for, final recurrent state and KV must be
-    the same bits. The number of rows of a step belongs to its steps because kernels for B rows add up in another
-    order than those for one; what the other rows hold does not matter, so they are empty here.
+    the same bits. The number of rows belongs to a step because kernels for B rows add up in another order
+    than those for one; what the other rows hold does not matter, so they are empty here.
 
     Args:
         engine_factory: makes the engine, which must be able to keep context; it is closed here.
@@ -136,13 +145,35 @@ def assert_cold_equals_warm(
 def check_cold_equals_warm(
     engine: Engine, conversation: Conversation, *, sampling: SamplingParams | None = None
 ) -> ColdCheck:
-    """Returns what `assert_cold_equals_warm` does, on an idle engine that stays open; its contexts are released.
+    """Returns what `assert_cold_equals_warm` does, on an idle engine that stays open but loses its contexts.
 
     Raises:
         AssertionError: naming request, step and what differs.
         ContractError: if the conversation left requests unanswered.
     """
-    program, before = engine._parts.program, engine.stats()
+    before = engine.stats()
+    recordings = record(engine, conversation, sampling=sampling)
+    after = engine.stats()
+    engine.clear_cache()
+    program = engine._parts.program
+    left = {axis: used for axis, used in program.occupancy().items() if used}
+    if left:
+        raise ContractError(
+            f"the conversation left something behind: {left}; read every answer before it returns"
+        )
+    try:
+        for number, recording in enumerate(recordings):
+            replay_cold(program, recording, name=f"request {number}")
+    finally:
+        program.executor.reset()
+    return _summary(recordings, before, after)
+
+
+def record(
+    engine: Engine, conversation: Conversation, *, sampling: SamplingParams | None = None
+) -> list[Recording]:
+    """Returns every request that ended while a conversation was held, in the order they ended."""
+    program = engine._parts.program
     program.observer = recorder = _Recorder(program)
     try:
         if callable(conversation):
@@ -151,15 +182,7 @@ def check_cold_equals_warm(
             _talk(engine, conversation, sampling or DEFAULT_SAMPLING)
     finally:
         program.observer = None
-    after = engine.stats()
-    engine.clear_cache()
-    left = {axis: used for axis, used in program.occupancy().items() if used}
-    if left:
-        raise ContractError(f"the conversation left something behind: {left}; read every answer before it returns")
-    for number, recording in enumerate(recorder.recordings):
-        replay_cold(program, recording, name=f"request {number}")
-    program.executor.reset()
-    return _summary(recorder.recordings, before, after)
+    return recorder.recordings
 
 
 def _talk(engine: Engine, turns: Sequence[str] | Sequence[Sequence[int]], sampling: SamplingParams) -> None:
@@ -191,7 +214,7 @@ def _summary(
     )
 
 
-# -- the cold run ------------------------------------------------------------------------------------------------
+# -- the cold run ----------
 
 
 def replay_cold(program: Program, recording: Recording, *, name: str = "the request") -> None:
@@ -210,7 +233,9 @@ def replay_cold(program: Program, recording: Recording, *, name: str = "the requ
         found = _draw(executor, 0, result, 0, token, facts)
         where = f"{name}, draw {number} at {frontier} tokens"
         _same(f"{where}: tail hidden", warm.tail_hidden, found.tail_hidden)
-        for what, a, b in zip(("log-probability", "ids", "values"), warm.logprobs, found.logprobs, strict=False):
+        for what, a, b in zip(
+            ("log-probability", "ids", "values"), warm.logprobs, found.logprobs, strict=False
+        ):
             _same(f"{where}: {what}", a, b)
         if token != warm.token:
             raise AssertionError(f"{where}: warm drew {warm.token}, cold {token}")
@@ -260,7 +285,9 @@ class _Cold:
             else:
                 self._prefill(segment.start_tokens, segment.end_tokens)
         # Only now: the draws above were nobody's, and the lane counts what it draws.
-        self._executor.set_lane(0, facts.work.sampling, np.asarray(facts.ledger_tokens[:num_prompt], np.int32))
+        self._executor.set_lane(
+            0, facts.work.sampling, np.asarray(facts.ledger_tokens[:num_prompt], np.int32)
+        )
         yield num_prompt, self._executor.draw_from_tail(self._rows.copy([self._row]))
         for segment in facts.history:
             for index in range(max(segment.start_tokens, num_prompt), segment.end_tokens):
@@ -293,7 +320,7 @@ class _Cold:
         return result
 
 
-# -- bits --------------------------------------------------------------------------------------------------------
+# -- bits ----------
 
 
 def _draw(
