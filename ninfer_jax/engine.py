@@ -88,6 +88,8 @@ class Engine:
             self._thread.start()
         self._finalizer = weakref.finalize(self, _shut_down, self._inbox, self._worker, self._thread)
         logger.info("engine ready\n%s", self.describe())
+        if parts.options.session_dir is not None and Path(parts.options.session_dir).is_dir():
+            self._sessions.restore_all(Path(parts.options.session_dir))
 
     @classmethod
     def from_pretrained(
@@ -398,7 +400,13 @@ class Engine:
         return self._worker.step()
 
     def close(self) -> None:
-        """Ends every request with UNAVAILABLE and frees the device memory; a second call does nothing."""
+        """Ends every request with UNAVAILABLE and frees the device memory; a second call does nothing.
+
+        With ``session_dir`` the contexts that sessions are bound to are saved first.
+        """
+        directory = self._parts.options.session_dir
+        if directory is not None and not self._is_closing and self._worker.failure is None:
+            self._sessions.save_all(Path(directory))
         with self._door:
             self._is_closing = True
         self._finalizer()

@@ -81,6 +81,7 @@ class EngineOptions:
         seed: of dummy weights, and of requests that sample without a seed of their own.
         device: ``"cpu"``, ``"gpu"``, ``"gpu:1"``; default JAX's first.
         compilation_cache_dir: default JAX's own, else one in ~/.cache; ``"off"`` names none.
+        session_dir: a directory: saved sessions in it are restored at start, bound ones saved at close.
         cache: what inactive context may be kept.
     """
 
@@ -96,6 +97,7 @@ class EngineOptions:
     seed: int = 0
     device: str | None = None
     compilation_cache_dir: str | None = None
+    session_dir: str | None = None
     cache: ContextCacheOptions = field(default_factory=ContextCacheOptions)
 
 
@@ -131,6 +133,7 @@ class ResolvedOptions:
     seed: int
     device: str | None
     compilation_cache_dir: str | None
+    session_dir: str | None
     cache: ResolvedCacheOptions
 
     @property
@@ -221,6 +224,7 @@ def resolve(
         seed=checked_integer("seed", options.seed, 0, 2**32 - 1),
         device=_optional_text("device", options.device),
         compilation_cache_dir=_optional_text("compilation_cache_dir", options.compilation_cache_dir),
+        session_dir=_optional_text("session_dir", options.session_dir),
         cache=_resolve_cache(options.cache, concurrency, on_cpu),
     )
 

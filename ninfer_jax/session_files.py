@@ -180,6 +180,21 @@ def _read(folder: Path, read: Callable[[], Any]) -> Any:
     raise SessionError(SessionErrorKind.DAMAGED, f"{folder}: unreadable: {why}")
 
 
+def erase_session_files(folder: str | Path) -> None:
+    """Removes a saved session.
+
+    Raises:
+        SessionError: NOT_FOUND or UNSUITABLE_PATH if the folder is no saved session; nothing is removed.
+    """
+    path = Path(folder)
+    _refuse_links(path)
+    if not path.is_dir() or not (path / _CURRENT).exists():
+        raise SessionError(SessionErrorKind.NOT_FOUND, f"{path} holds no saved session")
+    if not _is_session_folder(path):
+        raise SessionError(SessionErrorKind.UNSUITABLE_PATH, f"{path} holds more than a saved session")
+    shutil.rmtree(path)
+
+
 def clean_leftovers(folder: Path) -> list[str]:
     """Removes what killed saves left behind; returns their names. What CURRENT names is never touched."""
     try:
@@ -225,8 +240,8 @@ def _read_pointer(folder: Path) -> dict[str, str]:
 def _is_session_folder(folder: Path) -> bool:
     if not folder.is_dir():
         return False
-    names = os.listdir(folder)
-    return _CURRENT in names or all(_VERSION_NAME.match(n) or n.startswith(f".{_CURRENT}.") for n in names)
+    names = (n for n in os.listdir(folder) if n != _CURRENT)
+    return all(_VERSION_NAME.match(n) or n.startswith(f".{_CURRENT}.") for n in names)
 
 
 def _refuse_links(path: Path) -> None:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ninfer_jax.cli import bench, chat, demo, doctor, generate, plan
+from ninfer_jax.cli import bench, chat, demo, doctor, generate, plan, session
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -26,7 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_PrintVersion, nargs=0, help="print the version and end")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for verb in (demo, generate, chat, doctor, plan, bench):
+    for verb in (demo, generate, chat, session, doctor, plan, bench):
         verb.add_parser(verbs)
     return parser
 
