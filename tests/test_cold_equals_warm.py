@@ -142,6 +142,19 @@ def test_identical_prompt_needs_no_token_but_the_last(engine, sampling):  # N-7:
     check(engine, talk)
 
 
+def test_pages_that_a_consumed_source_gives_up_serve_its_successor(engine, sampling):
+    def talk(engine):
+        long = dataclasses.replace(sampling, max_tokens=185)
+        one = Talk(engine, long, 65, 6, anchor_prompt_end=True)
+        for _ in range(2):
+            one.prompt = words(65, 6)
+            one.turn()
+        assert one.facts("source") == ["root", "private_long_anchor"]
+        assert engine.stats()["cache"]["private"]["catalogued"] == 1
+
+    check(engine, talk)
+
+
 def test_host_restore_of_states_three_round_trips(engine, sampling):
     def talk(engine):
         talks = [Talk(engine, sampling, 20, 10 + i, session=f"s{i}") for i in range(4)]  # a page each
