@@ -65,6 +65,7 @@ def draw_up(path: str | Path, options: EngineOptions | None, changes: Mapping[st
             device_state_slots=resolved.cache.device_state_slots,
             host_state_slots=resolved.cache.host_state_slots,
             host_kv_bytes=resolved.cache.host_kv_capacity_bytes,
+            keeps_context=resolved.cache.enabled,
             headroom_bytes=resolved.kv_headroom_bytes,
         ),
         dtype=resolved.dtype,

@@ -37,11 +37,7 @@ class CapacityVector:
     pools: tuple[PoolCapacity, ...]
     num_host_state_slots: int
     host_kv_bytes: int
-
-    @property
-    def keeps_context(self) -> bool:
-        """Whether anything beyond the active requests can be kept."""
-        return self.num_state_slots > self.num_lanes or self.num_host_state_slots > 0
+    keeps_context: bool = True  # whether anything outlives its request; without, nothing is ever copied
 
     @property
     def num_host_pages(self) -> int:

@@ -39,6 +39,7 @@ class SizingOptions:
     headroom_bytes: int  # R, what automatic sizing leaves to others
     host_state_slots: int = 0
     host_kv_bytes: int = 0
+    keeps_context: bool = True  # False: the cache is off
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ def plan_capacity(options: SizingOptions, costs: UnitCosts, free_bytes: int) -> 
         pools=(PoolCapacity(PoolKind.MAIN, num_pages, costs.page_bytes),),
         num_host_state_slots=options.host_state_slots,
         host_kv_bytes=options.host_kv_bytes,
+        keeps_context=options.keeps_context,
     )
     return SizingPlan(capacity, _memory_table(capacity, costs, free_bytes, options.headroom_bytes))
 
