@@ -8,7 +8,7 @@ states and says which names are new and which are gone.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from ninfer_jax.errors import InvariantError
 
@@ -56,18 +56,9 @@ class PageBook:
             raise InvariantError(f"page serial {serial} is held by page {self._page_of[serial]}, not {page}")
         self._page_of[serial] = page
 
-    def forget(self, serials: Iterable[int]) -> dict[int, int]:
-        """Frees the pages of names that are gone; returns them by name, for `take_back`."""
-        pages = {serial: self._page_of.pop(serial) for serial in sorted(serials)}
-        self.give_back(pages.values())
-        return pages
-
-    def take_back(self, pages: Mapping[int, int]) -> None:
-        """Undoes a `forget` whose pages are all free again."""
-        gone = set(pages.values())
-        self._free = [page for page in self._free if page not in gone]
-        heapq.heapify(self._free)
-        self._page_of.update(pages)
+    def forget(self, serials: Iterable[int]) -> None:
+        """Frees the pages of names that are gone."""
+        self.give_back([self._page_of.pop(serial) for serial in serials])
 
     def pages_of(self, serial: int, count: int) -> list[int]:
         """Returns the pages that hold `count` names from a serial on."""

@@ -8,7 +8,7 @@ buffer: the mover (the executor) moves bytes, and `program` runs the model.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -370,43 +370,32 @@ class Resources:
             return self._close(running, extra=(running.capture.owner, owner))
         state, activation = running.transition.activated(self._state)
         state = _settled_at(state, self._revision)
-        taken: list[list[int]] = []
         names: list[tuple[int, int, int]] = []
-        freed: list[dict[int, int]] = []  # by serial: what a consumed source gives up may be needed at once
         try:
-            for pool, book in enumerate(self._books):
-                tails = [tail for tail in activation.tails if tail.pool == pool]
-                count = int(state.owner_reserved_pages[activation.owner, pool]) + len(tails)
-                self._on_operation("reserve growth")
-                sources = [
-                    book.pages_of(tail.source_serial, 1)[0] if tail.host_start == NO_EXTENT else -1
-                    for tail in tails
-                ]
-                freed.append(book.forget(self._gone(state, pool)))
-                taken.append(book.take(count))
-                for tail, source, page in zip(tails, sources, taken[pool], strict=False):
-                    self._on_operation("copy tail")
-                    if tail.host_start == NO_EXTENT:
-                        self._mover.copy_page(source, page)
-                    else:
-                        self._mover.copy_pages_in([tail.host_start], [page])
-                    names.append((pool, tail.serial, page))
+            for tail in activation.tails:  # beside the source, which must outlive a failure: X-4
+                book = self._books[tail.pool]
+                (page,) = book.take(1)
+                names.append((tail.pool, tail.serial, page))
+                self._on_operation("copy tail")
+                if tail.host_start == NO_EXTENT:
+                    self._mover.copy_page(book.pages_of(tail.source_serial, 1)[0], page)
+                else:
+                    self._mover.copy_pages_in([tail.host_start], [page])
             if activation.image_from_host is not None:
                 self._on_operation("copy image in")
                 self._mover.copy_image_in(activation.image_from_host, activation.write_slot)
+            self._on_operation("reserve growth")
+            history: tuple[Segment, ...] = ()
+            if running.plan.source is not None:
+                source = self._identities.known(running.plan.source.owner, running.plan.source.generation)
+                history = history_up_to(source.history, running.plan.reused_tokens)
         except BaseException:
-            for book, pages in zip(self._books, taken, strict=False):
-                book.give_back(pages)
-            for book, pages in zip(self._books, freed, strict=False):
-                book.take_back(pages)
+            for pool, _, page in names:
+                self._books[pool].give_back([page])
             raise
-        named = {page for _, _, page in names}
-        history: tuple[Segment, ...] = ()
-        if running.plan.source is not None:
-            source = self._identities.known(running.plan.source.owner, running.plan.source.generation)
-            history = history_up_to(source.history, running.plan.reused_tokens)
-        self._promised[activation.owner] = [[p for p in pages if p not in named] for pages in taken]
-        self._install(state, names, forgotten=freed)
+        self._install(state, names)  # what a consumed source gives up may be growth at once
+        reserved = state.owner_reserved_pages[activation.owner].tolist()
+        self._promised[activation.owner] = [b.take(n) for b, n in zip(self._books, reserved, strict=True)]
         running.undo = None
         assert running.identity is not None, "a materialisation has a prompt"
         self.remember(activation.owner, running.identity, history)
@@ -659,30 +648,19 @@ class Resources:
 
     # -- installing ------------------------------------------------------------------------------------------
 
-    def _gone(self, state: PhysicalState, pool: int) -> set[int]:
-        """Returns the names on Device that the current state has and another one has not."""
-        old, new = _on_device(self._state, pool), _on_device(state, pool)
-        return _expanded(old - new) - _expanded(new - old)
-
-    def _install(
-        self,
-        state: PhysicalState,
-        names: Iterable[tuple[int, int, int]] = (),
-        *,
-        forgotten: Sequence[Mapping[int, int]] | None = None,
-    ) -> None:
+    def _install(self, state: PhysicalState, names: Iterable[tuple[int, int, int]] = ()) -> None:
         """Makes a state the current one; frees the pages of names that it no longer has on Device.
 
         Args:
             names: (pool, serial, page) of names that are new on Device.
-            forgotten: per pool, names that are gone and whose pages were freed before.
         """
         for pool, book in enumerate(self._books):
-            gone = self._gone(state, pool)
+            old, new = _on_device(self._state, pool), _on_device(state, pool)
+            gone = _expanded(old - new) - _expanded(new - old)
             for where, serial, page in names:
                 if where == pool:
                     book.name(serial, page)
-            book.forget(gone if forgotten is None else gone - forgotten[pool].keys())
+            book.forget(sorted(gone))
         alive = state.owner_kind != OwnerKind.FREE
         keys = {(int(o), int(state.owner_generation[o])) for o in np.flatnonzero(alive)}
         self._state = replace(state, revision=self._revision)
