@@ -628,17 +628,21 @@ def test_a_cancel_is_honoured_at_the_next_stable_boundary(lab, scene, boundary):
 
 
 def test_a_failure_after_the_tail_copy_has_written_over_nothing(lab):  # beside the source, not into it
-    lab = lab(num_pages=4)
+    lab = lab(num_pages=5)
     x = lab.keep(150, captures={100: CLOSURE})  # page 2 is given up by a start from the closure
+    other = lab.enter(lab.work([*text(150), 1], 1), ref_of(x))  # page 1 is in two spaces from here on
+    lab.answer(other)
+    lab.publish(other)
     lab.demote(x, DEMOTE_STATE)
     failures = ["copy image in", "reserve growth"]
 
     def fail(name):
+        lab.log.append(name)
         if failures and name == failures[0]:
             raise RuntimeError(failures.pop(0))
 
     lab.program._resources._on_operation = fail
-    work = lab.work(text(100) + text(30, 1), 100)  # 4 pages: all there are
+    work = lab.work(text(100) + text(30, 1), 50)  # a tail and one page of growth; one page is free
     for _ in range(2):
         lab.begin(work, ref_of(x, CLOSURE), CONSUME)
         assert isinstance(lab.settle().outcome, Aborted)
@@ -646,7 +650,9 @@ def test_a_failure_after_the_tail_copy_has_written_over_nothing(lab):  # X-4: be
     handle = lab.enter(lab.work([*text(150), 1], 2), ref_of(x))
     lab.answer(handle)  # the executor re-reads page 2
     lab.drop(handle)
-    lab.answer(lab.enter(work, ref_of(x, CLOSURE), CONSUME))
+    handle = lab.enter(work, ref_of(x, CLOSURE), CONSUME)
+    assert "copy tail" in lab.log
+    lab.answer(handle)
 
 
 # -- REV
