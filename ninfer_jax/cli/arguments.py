@@ -31,7 +31,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-context",
         type=int,
         metavar="TOKENS",
-        help="prompt plus answer of one request (default: 8192, or the model's own limit; demo: 2048)",
+        help="prompt plus answer of one request (default: 8192, or the model's own limit; demo: 512)",
     )
     group.add_argument(
         "--kv-capacity",
@@ -39,13 +39,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="KV tokens over all requests, or 'auto': from free memory (default)",
     )
     group.add_argument(
-        "--concurrency", type=int, metavar="C", help="requests that run at once, 1..8 (default: 4; demo: 2)"
+        "--concurrency", type=int, metavar="C", help="requests that run at once, 1..8 (default: 4; demo: 1)"
     )
     group.add_argument(
         "--prefill-chunk",
         type=int,
         metavar="TOKENS",
-        help="prompt tokens per prefill step (default: 1024; demo: 256)",
+        help="prompt tokens per prefill step (default: 1024; demo: 64)",
     )
 
 

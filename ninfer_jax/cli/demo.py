@@ -1,6 +1,7 @@
-"""``ninfer-jax demo``: two multi-turn conversations at once on the embedded model, then what they cost.
+"""``ninfer-jax demo``: two conversations and a side request on a device too small for all of them.
 
-Owns the script of the conversations and the page it prints; everything else is the engine's public API.
+Owns the script and the page it prints: what was planned for each turn, what was reused, and whether a cold
+rerun gives the same bits. Everything else is the engine's public API.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from ninfer_jax.cli.arguments import (
 
 if TYPE_CHECKING:
     from ninfer_jax.engine import Engine
-    from ninfer_jax.results import GenerationResult
+    from ninfer_jax.results import GenerationResult, MaterializationRecord
     from ninfer_jax.sampling_params import SamplingParams
 
-# What two people say to the embedded model, turn by turn; both turns of a round run at once.
+# What two people say to the embedded model, turn by turn.
 CONVERSATIONS: dict[str, tuple[str, ...]] = {
     "Ana": ("Tell me a fairy tale.", "Go on.", "What happened then?"),
     "Ben": (
@@ -32,12 +33,26 @@ CONVERSATIONS: dict[str, tuple[str, ...]] = {
         "Thank you for your help.",
     ),
 }
+SIDE_ROUND = 1  # after this round somebody else asks for something long
+SIDE_REQUEST = "Once upon a time there was a miller who had three sons. " * 8
 INTRODUCTION = (
-    "Two people talk to the embedded model at once. It has 3 million parameters and read tales and booking\n"
-    "dialogues for an hour: what follows is real generation, but expect manner, not sense."
+    "Two people talk to the embedded model in turn, and once somebody else comes in between. It has 3\n"
+    "million parameters and read tales and booking dialogues for an hour: what follows is real generation,\n"
+    "but expect manner, not sense. The device is too small for everybody: see what is kept, moved, dropped."
 )
+# One request at a time; 8 pages of 64 tokens and 4 state images on the device,
+# 4 pages and 3 images on the host.
+# One lane and one chunk size also mean few programs to compile before the first answer.
+ENGINE_DEFAULTS = {
+    "max_context": 512,
+    "max_concurrency": 1,
+    "prefill_chunk": 64,
+    "device_state_slots": 3,
+    "host_state_slots": 3,
+    "host_kv_capacity_bytes": 4 * 2**17,
+}
 LINE_WIDTH = 100  # columns
-DEFAULTS = {
+SAMPLING_DEFAULTS = {
     "max_tokens": 90,
     "temperature": 0.4,
     "top_p": 0.95,
@@ -49,7 +64,7 @@ DEFAULTS = {
 
 def add_parser(verbs: argparse._SubParsersAction) -> None:
     """Attaches the verb."""
-    parser = verbs.add_parser("demo", help="two interleaved conversations on the embedded model")
+    parser = verbs.add_parser("demo", help="two conversations on a device too small for both")
     parser.add_argument("--json", action="store_true", help="print the whole run as JSON")
     add_engine_arguments(parser)
     add_sampling_arguments(parser)
@@ -57,56 +72,110 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Holds both conversations, a round at a time, and prints texts, speed and the memory table."""
-    sampling = sampling_from(args, **DEFAULTS)
+    """Holds the conversations, prints plans and reuse, and checks every request against a cold rerun."""
+    sampling = sampling_from(args, **SAMPLING_DEFAULTS)
     started = time.perf_counter()
-    # Two speakers and one chunk size: every further one is a program to compile before the first answer.
-    with open_engine(args, max_context=2048, max_concurrency=2, prefill_chunk=64) as engine:
+    with open_engine(args, **ENGINE_DEFAULTS) as engine:
+        from ninfer_jax.testing import check_cold_equals_warm
+
         startup_s = time.perf_counter() - started
         if not args.json:
             print(f"Engine ready in {startup_s:.1f} s.")
             print(INTRODUCTION if args.model == "demo" else "", end="\n\n", flush=True)
-        talk_started = time.perf_counter()
-        turns = hold(engine, sampling, None if args.json else print_turn)
-        talk_s = time.perf_counter() - talk_started
-        report = summarise(engine, turns, startup_s, talk_s)
+        turns: list[dict[str, Any]] = []
+        started = time.perf_counter()
+        show = None if args.json else print_turn
+        try:
+            check = str(check_cold_equals_warm(engine, lambda engine: hold(engine, sampling, turns, show)))
+        except AssertionError as difference:
+            check, is_equal = f"COLD DIFFERS: {difference}", False
+        else:
+            is_equal = True
+        report = summarise(engine, turns, startup_s, time.perf_counter() - started)
+        report["cold_equals_warm"] = {"is_equal": is_equal, "checked": check}
         memory = engine.describe()
     if args.json:
         print_json(report)
     else:
         print(
-            f"{report['completion_tokens']} tokens answered and {report['prompt_tokens']} prompt tokens read "
-            f"in {talk_s:.1f} s: {report['completion_tokens_per_s']:.0f} answer tokens/s over both.\n"
+            f"{report['prompt_tokens']} prompt tokens: {report['reused_tokens']} reused, "
+            f"{report['computed_tokens']} computed. Answers: {report['completion_tokens']} tokens, all in "
+            f"{report['talk_s']:.1f} s with the check."
         )
+        print(textwrap.fill(check, LINE_WIDTH), end="\n\n")
         print(memory)
-    return 0
+    return 0 if is_equal else 1
 
 
-def hold(engine: Engine, sampling: SamplingParams, show: Any) -> list[dict[str, Any]]:
-    """Returns every turn in order; the turns of one round are submitted together and decode in one batch."""
+def hold(engine: Engine, sampling: SamplingParams, turns: list[dict[str, Any]], show: Any) -> None:
+    """Appends every turn, in order; the plan of each is asked for before the turn runs."""
     histories: dict[str, list[dict[str, str]]] = {name: [] for name in CONVERSATIONS}
-    turns: list[dict[str, Any]] = []
+
+    def take(name: str, said: str, prompt: Any, **hints: Any) -> GenerationResult:
+        plan = engine.plan(prompt, sampling=sampling, **hints).explain()
+        result = engine.submit(prompt, sampling=sampling, **hints).result()
+        turns.append(turn_of(name, said, result, plan_lines(plan)))
+        if show is not None:
+            show(turns[-1])
+        return result
+
     for number in range(max(map(len, CONVERSATIONS.values()))):
-        handles = {}
         for name, script in CONVERSATIONS.items():
             histories[name].append({"role": "user", "content": script[number]})
-            handles[name] = engine.submit(histories[name], sampling=sampling, session=name)
-        for name, handle in handles.items():
-            result: GenerationResult = handle.result()
+            result = take(name, script[number], histories[name], session=name)
             histories[name].append({"role": "assistant", "content": result.text})
-            turn = {
-                "conversation": name,
-                "user": CONVERSATIONS[name][number],
-                "answer": result.text.strip(),
-                "finish_reason": result.finish_reason,
-                "prompt_tokens": result.usage.prompt_tokens,
-                "completion_tokens": result.usage.completion_tokens,
-                "cached_tokens": result.usage.cached_tokens,
-            }
-            turns.append(turn)
-            if show is not None:
-                show(turn)
-    return turns
+        if number == SIDE_ROUND:
+            take("Guest", SIDE_REQUEST.strip(), SIDE_REQUEST)
+
+
+def plan_lines(explanation: str) -> list[str]:
+    """Returns what a plan says about source, other owners and price; the table of stages is left out."""
+    kept, is_kept = [], False
+    for line in explanation.splitlines():
+        if not line.startswith(" "):
+            is_kept = line.split(maxsplit=1)[0] in ("source", "owner", "owners", "price")
+        if is_kept and line.startswith(" "):
+            kept[-1] += " " + line.strip()
+        elif is_kept:
+            kept.append(line)
+    return kept
+
+
+def turn_of(name: str, said: str, result: GenerationResult, plan: list[str]) -> dict[str, Any]:
+    """Returns one exchange as plain values."""
+    record = result.materialization
+    assert record is not None, "an answered request was admitted"
+    return {
+        "conversation": name,
+        "user": said,
+        "answer": result.text.strip(),
+        "finish_reason": result.finish_reason,
+        "prompt_tokens": result.usage.prompt_tokens,
+        "completion_tokens": result.usage.completion_tokens,
+        "reused_tokens": record.reused_tokens,
+        "computed_tokens": record.prefill_tokens,
+        "source": record.source,
+        "restored_bytes": record.restored_bytes,
+        "offloaded_bytes": record.offloaded_bytes,
+        "evicted_owners": record.evicted_owners,
+        "plan": plan,
+        "moves": moves_of(record),
+    }
+
+
+def moves_of(record: MaterializationRecord) -> str:
+    """Returns what starting the request moved and dropped, in a few words."""
+    moves = [
+        f"{num_bytes / 1024:.0f} KiB {what}"
+        for num_bytes, what in (
+            (record.restored_bytes, "back from the host"),
+            (record.offloaded_bytes, "to the host"),
+        )
+        if num_bytes
+    ]
+    if record.evicted_owners:
+        moves.append(f"{record.evicted_owners} context{'s' * (record.evicted_owners > 1)} dropped")
+    return ", ".join(moves) or "nothing moved"
 
 
 def print_turn(turn: dict[str, Any]) -> None:
@@ -116,19 +185,24 @@ def print_turn(turn: dict[str, Any]) -> None:
         for line in text.splitlines() or [""]:
             print(textwrap.fill(line, LINE_WIDTH, initial_indent=label, subsequent_indent=" " * len(label)))
             label = " " * len(label)
-    counts = f"{turn['prompt_tokens']} prompt + {turn['completion_tokens']} answer tokens"
-    print(f"       [{counts}, {turn['finish_reason']}]\n", flush=True)
+    for line in turn["plan"]:
+        print(
+            textwrap.fill(line, LINE_WIDTH, initial_indent="     | ", subsequent_indent="     |           ")
+        )
+    counts = f"{turn['reused_tokens']} of {turn['prompt_tokens']} prompt tokens reused"
+    print(f"       [{counts}, {turn['computed_tokens']} computed; {turn['moves']}]\n", flush=True)
 
 
 def summarise(engine: Engine, turns: list[dict[str, Any]], startup_s: float, talk_s: float) -> dict[str, Any]:
     """Returns the whole run as plain values."""
-    completion_tokens = sum(turn["completion_tokens"] for turn in turns)
+    sums = {
+        name: sum(turn[name] for turn in turns)
+        for name in ("prompt_tokens", "completion_tokens", "reused_tokens", "computed_tokens")
+    }
     return {
         "startup_s": round(startup_s, 3),
         "talk_s": round(talk_s, 3),
         "turns": turns,
-        "prompt_tokens": sum(turn["prompt_tokens"] for turn in turns),
-        "completion_tokens": completion_tokens,
-        "completion_tokens_per_s": round(completion_tokens / talk_s, 1),
+        **sums,
         "stats": engine.stats(),
     }

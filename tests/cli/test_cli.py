@@ -177,15 +177,25 @@ def test_chat_holds_a_conversation_over_a_pipe(started, capsys, monkeypatch):
     assert "nothing to regenerate" in err and "/unknown" in err
 
 
-def test_demo_holds_both_conversations_and_reports(capsys):
-    code, out, _ = run(capsys, "demo", "--concurrency", "2", "--max-tokens", "6", "--json")
+def test_demo_shows_plans_reuse_and_the_cold_check(capsys):
+    code, out, _ = run(capsys, "demo", "--max-tokens", "60", "--json")
     report = json.loads(out)
-    assert code == 0 and {turn["conversation"] for turn in report["turns"]} == {"Ana", "Ben"}
-    assert report["completion_tokens"] == sum(turn["completion_tokens"] for turn in report["turns"])
-    prompts = [turn["prompt_tokens"] for turn in report["turns"] if turn["conversation"] == "Ana"]
-    assert prompts == sorted(prompts) and len(set(prompts)) == len(
-        prompts
-    )  # each turn carries the ones before
+    turns = report["turns"]
+    assert code == 0 and {turn["conversation"] for turn in turns} == {"Ana", "Ben", "Guest"}
+    for turn in turns:
+        assert turn["reused_tokens"] + turn["computed_tokens"] == turn["prompt_tokens"]
+        assert turn["plan"][0].startswith("source")
+    ana = [turn["prompt_tokens"] for turn in turns if turn["conversation"] == "Ana"]
+    assert ana == sorted(set(ana))  # each turn carries the ones before
+    assert report["reused_tokens"] == report["stats"]["reused_tokens"] > 0
+    assert report["stats"]["offloaded_bytes"] > 0  # it did not all fit
+    assert report["cold_equals_warm"]["is_equal"] and "7 requests" in report["cold_equals_warm"]["checked"]
+
+
+def test_demo_prints_a_page_for_a_person(capsys):
+    code, out, _ = run(capsys, "demo", "--max-tokens", "4")
+    assert code == 0 and "Ana:" in out and "| source" in out
+    assert "cold equals warm: 7 requests" in out and "the same bits" in out.replace("\n", " ")
 
 
 @pytest.mark.parametrize("words", ["doctor --json", "--help"], ids=["doctor", "help"])
@@ -203,7 +213,7 @@ def test_a_reader_that_leaves_during_the_demo_ends_it(monkeypatch):
     os.close(ours)
     with os.fdopen(theirs, "w") as stdout, monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", stdout)
-        assert main(["demo", "--max-context", "256", "--max-tokens", "4"]) == 0
+        assert main(["demo", "--max-tokens", "4"]) == 0
     assert closed
 
 
@@ -219,7 +229,7 @@ def test_an_interrupt_ends_quietly_with_130_and_a_closed_engine(verb, capsys, mo
         raise KeyboardInterrupt
 
     class Keys:
-        generate = submit = stream = press
+        generate = submit = stream = stats = press
 
     for module in (chat, generate, demo):
         monkeypatch.setattr(module, "open_engine", lambda args, **changes: Interrupted(Keys()))
