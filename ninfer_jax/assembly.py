@@ -22,9 +22,11 @@ from ninfer_jax.model.config import Qwen35Config
 from ninfer_jax.model.loader import load_model, load_settled_config
 from ninfer_jax.options import PAGE_TOKENS, EngineOptions, ResolvedOptions, make_engine_options, resolve
 from ninfer_jax.parts import EngineParts, ModelFacts
+from ninfer_jax.plan_trace import PlanTrace
 from ninfer_jax.program.compilation import use_compilation_cache
 from ninfer_jax.program.opening import open_program, size_program
 from ninfer_jax.program.sizing import SizingOptions, SizingPlan
+from ninfer_jax.request_log import RequestLog
 
 DEMO = "demo"
 
@@ -95,6 +97,10 @@ def assemble(path: str | Path, options: EngineOptions | None, changes: Mapping[s
     """
     plan = draw_up(path, options, changes)
     resolved = plan.options
+    if resolved.request_log is not None:
+        RequestLog(resolved.request_log).close()  # refused here, not after the weights
+    if resolved.trace_plans is not None:
+        PlanTrace(resolved.trace_plans)
     cache_directory = compile_cache_directory(
         resolved.compilation_cache_dir, jax.config.jax_compilation_cache_dir, jax.__version__
     )

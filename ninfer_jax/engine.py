@@ -27,11 +27,13 @@ from ninfer_jax.job import NS_PER_S, Job
 from ninfer_jax.options import EngineOptions, ResolvedOptions
 from ninfer_jax.outstanding import OutstandingGate, OutstandingSlot
 from ninfer_jax.parts import EngineParts, ModelFacts, make_manager
+from ninfer_jax.plan_trace import PlanTrace
 from ninfer_jax.planner.outcome import PlanOutcome
 from ninfer_jax.prepare import PreparedRequest, PromptOptions, prepare_request
 from ninfer_jax.progress import progress_bar
 from ninfer_jax.prompts import Messages, Prompt, is_messages, one_or_many
 from ninfer_jax.request import HintArguments, Request, RequestId
+from ninfer_jax.request_log import RequestLog
 from ninfer_jax.results import Event, GenerationResult
 from ninfer_jax.sampling_params import SamplingParams
 from ninfer_jax.session_store import RestoreReport
@@ -80,6 +82,8 @@ class Engine:
             max_outstanding=parts.options.max_outstanding_requests,
             inbox=self._inbox,
             clock=clock,
+            log=None if parts.options.request_log is None else RequestLog(parts.options.request_log),
+            trace=None if parts.options.trace_plans is None else PlanTrace(parts.options.trace_plans),
         )
         self._sessions = EngineSessions(parts, self._worker, self._ask)
         self._thread: threading.Thread | None = None

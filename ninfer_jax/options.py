@@ -82,6 +82,8 @@ class EngineOptions:
         device: ``"cpu"``, ``"gpu"``, ``"gpu:1"``; default JAX's first.
         compilation_cache_dir: default JAX's own, else one in ~/.cache; ``"off"`` names none.
         session_dir: a directory: saved sessions in it are restored at start, bound ones saved at close.
+        request_log: a file that gets one line of JSON for each request that ends; no text of it.
+        trace_plans: a directory that gets one replayable file for each admission, for ``ninfer-jax plan``.
         cache: what inactive context may be kept.
     """
 
@@ -98,6 +100,8 @@ class EngineOptions:
     device: str | None = None
     compilation_cache_dir: str | None = None
     session_dir: str | None = None
+    request_log: str | None = None
+    trace_plans: str | None = None
     cache: ContextCacheOptions = field(default_factory=ContextCacheOptions)
 
 
@@ -134,6 +138,8 @@ class ResolvedOptions:
     device: str | None
     compilation_cache_dir: str | None
     session_dir: str | None
+    request_log: str | None
+    trace_plans: str | None
     cache: ResolvedCacheOptions
 
     @property
@@ -225,6 +231,8 @@ def resolve(
         device=_optional_text("device", options.device),
         compilation_cache_dir=_optional_text("compilation_cache_dir", options.compilation_cache_dir),
         session_dir=_optional_text("session_dir", options.session_dir),
+        request_log=_optional_text("request_log", options.request_log),
+        trace_plans=_optional_text("trace_plans", options.trace_plans),
         cache=_resolve_cache(options.cache, concurrency, on_cpu),
     )
 

@@ -121,6 +121,13 @@ class Transitions:
         """Whether a transition is running."""
         return self._open is not None
 
+    @property
+    def open_plan_id(self) -> str:
+        """Names the running materialisation's plan, as its record will."""
+        if self._open is None:
+            raise InvariantError("no materialisation is open")
+        return self._open.claim.plan.plan_id
+
     # -- admission -------------------------------------------------------------------------------------------
 
     def plan(self, job: Job, *, allowance_ns: int, runnable_requests: int) -> Admission:

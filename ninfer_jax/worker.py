@@ -39,10 +39,12 @@ if TYPE_CHECKING:
     from ninfer_jax.context_cache.request_facts import RequestFacts
     from ninfer_jax.context_cache.resource_manager import ResourceManager
     from ninfer_jax.frontend.output import Preview
+    from ninfer_jax.plan_trace import PlanTrace
     from ninfer_jax.planner.outcome import PlanOutcome
     from ninfer_jax.program.executor import Logprobs
     from ninfer_jax.program.pending import PendingBatch
     from ninfer_jax.program.session_snapshot import ContextContents, Dropped
+    from ninfer_jax.request_log import RequestLog
     from ninfer_jax.reuse import OwnerKey, TransitionResult
 
 logger = logging.getLogger("ninfer_jax")
@@ -109,6 +111,8 @@ class Worker:
         max_outstanding: bound of unfinished requests; the gate in front of the inbox enforces it.
         inbox: messages from other threads.
         clock: monotonic nanoseconds.
+        log: told of every request that ends.
+        trace: told of every admission.
     """
 
     def __init__(
@@ -121,12 +125,16 @@ class Worker:
         max_outstanding: int,
         inbox: Inbox,
         clock: Callable[[], int],
+        log: RequestLog | None = None,
+        trace: PlanTrace | None = None,
     ) -> None:
         self._program = program
         self._manager = manager
         self._transitions = Transitions(program, manager, clock)
         self._inbox = inbox
         self._clock = clock
+        self._log = log
+        self._trace = trace
         self._scheduler = Scheduler(num_lanes, max_outstanding)
         self._num_lanes = num_lanes
         self._max_long_anchors = max_long_anchors
@@ -293,6 +301,8 @@ class Worker:
             if self._transitions.begin(job, admission, planning_ns):
                 job.move_to(RequestState.MATERIALIZING)
                 self._scheduler.begin(job.request_id)
+                if self._trace is not None:
+                    self._trace.write(job.request_id, self._transitions.open_plan_id, admission)
                 self._counters.backfills += action.head is not None
                 if job.request.deadline_ns is not None:
                     self._running_deadlines[job.request_id] = job.request.deadline_ns
@@ -493,12 +503,16 @@ class Worker:
         if reason in ("stop", "length"):
             self._faults_in_a_row = 0
         del self._jobs[job.request_id]
+        if self._log is not None:
+            self._log.write(job, reason, now_ns, is_failure=False)
         job.response.finish(job.result(reason, stop_detail, now_ns))
 
     def _fail(self, job: Job, kind: RequestErrorKind, message: str) -> None:
         job.state = RequestState.FINISHED  # from any state: a fault respects no lifecycle
         self._counters.failed[kind.value] += 1
         self._jobs.pop(job.request_id, None)
+        if self._log is not None:
+            self._log.write(job, kind.value, self._clock(), is_failure=True)
         job.response.fail(RequestError(kind, f"request {job.request_id}: {message}"))
 
     # -- faults ----------------------------------------------------------------------------------------------
@@ -563,6 +577,8 @@ class Worker:
             self._forget(job)
             self._fail(job, RequestErrorKind.UNAVAILABLE, "the engine was closed")
         self._closed = True
+        if self._log is not None:
+            self._log.close()
         self._program.close()
 
     # -- asked from outside, at a boundary -------------------------------------------------------------------
