@@ -85,7 +85,7 @@ class Engine:
             log=None if parts.options.request_log is None else RequestLog(parts.options.request_log),
             trace=None if parts.options.trace_plans is None else PlanTrace(parts.options.trace_plans),
         )
-        self._sessions = EngineSessions(parts, self._worker, self._ask)
+        self._sessions = EngineSessions(parts, self._worker, self._ask, self._numbers.__next__)
         self._thread: threading.Thread | None = None
         if threaded:
             self._thread = threading.Thread(target=self._worker.run, name="ninfer-jax worker", daemon=True)

@@ -52,12 +52,20 @@ class EngineSessions:
         parts: of the engine.
         worker: the engine's.
         ask: has a question answered by the worker at its next stable boundary.
+        next_order: gives publication orders, from the same count as requests get theirs.
     """
 
-    def __init__(self, parts: EngineParts, worker: Worker, ask: Callable[[Callable[[], Any]], Any]) -> None:
+    def __init__(
+        self,
+        parts: EngineParts,
+        worker: Worker,
+        ask: Callable[[Callable[[], Any]], Any],
+        next_order: Callable[[], int],
+    ) -> None:
         self._parts = parts
         self._worker = worker
         self._ask = ask
+        self._next_order = next_order
         self._fingerprint: Fingerprint | None = None
 
     def save(self, session: str, path: str | Path) -> Path:
@@ -73,7 +81,8 @@ class EngineSessions:
         saved = open_session_files(Path(path))
         check_fingerprint(saved, self._own_fingerprint())
         contents = read_contents(saved, max_tokens=self._parts.options.max_context)
-        return self._ask(lambda: self._worker.adopt_session(contents, session))
+        order = self._next_order()
+        return self._ask(lambda: self._worker.adopt_session(contents, session, order))
 
     def save_all(self, directory: Path) -> list[Path]:
         """Saves every session that is bound, each into a folder of its own; skips what cannot be saved."""

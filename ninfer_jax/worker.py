@@ -345,7 +345,7 @@ class Worker:
             if job.ending is not None:
                 self._close_answer(job, job.ending, None, now_ns)
             else:
-                self._fail(job, RequestErrorKind.OVERLOADED, f"it could not start: {landed.aborted_because}")
+                self._fail(job, RequestErrorKind.FAULT, f"it could not start: {landed.aborted_because}")
         else:
             self._activate(job, landed, now_ns)
         while self._settling:
@@ -610,9 +610,11 @@ class Worker:
             raise SessionError(SessionErrorKind.BUSY, f"{session!r} is in use; save it when that has ended")
         return self._program.context_contents(owner), "live_session"
 
-    def adopt_session(self, contents: ContextContents, session: str | None) -> RestoreReport:
+    def adopt_session(self, contents: ContextContents, session: str | None, order: int) -> RestoreReport:
         """Restores a context as if it had just been published; found by its tokens, or by `session` too.
 
+        Args:
+            order: publication order, larger than of every request so far (Y-4).
         Raises:
             SessionError: BUSY or TOO_LARGE; nothing changed.
         """
@@ -626,7 +628,7 @@ class Worker:
         if isinstance(adopted, str):
             raise SessionError(SessionErrorKind.TOO_LARGE, adopted)
         result, dropped = adopted
-        self._manager.adopt_restore(result, session=session, order=self._restore_order(session))
+        self._manager.adopt_restore(result, session=session, order=order)
         (row,) = result.owners
         return RestoreReport(
             session,
@@ -634,11 +636,6 @@ class Worker:
             tuple((c.ref.kind.name.lower(), c.frontier_tokens) for c in row.checkpoints),
             tuple((d.kind.name.lower(), d.frontier_tokens, d.reason) for d in dropped),
         )
-
-    def _restore_order(self, session: str | None) -> int:
-        """Returns an order before every later request's, and behind what the session is bound to now."""
-        binding = None if session is None else self._manager.state.sessions.bindings.get(session)
-        return 0 if binding is None else binding.order + 1
 
     def clear_cache(self) -> int:
         """Releases every inactive context that nobody reads; how many."""

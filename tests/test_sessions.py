@@ -65,6 +65,8 @@ def test_a_smaller_engine_with_other_chunks_and_lanes_takes_it(tmp_path):
         assert report.dropped == (("long_anchor", 89, "no state slot is free"),)
         again = answer(engine, [*PROMPT, *first.token_ids, 5])
         assert again.usage.cached_tokens == 98
+        engine.save_session("ana", tmp_path / "s")  # a request after the restore takes the binding over (Y-4)
+        assert engine.list_sessions(tmp_path)[0].tokens > 98
 
 
 def test_what_does_not_belong_or_fit_is_refused_and_nothing_changes(tmp_path):
