@@ -70,10 +70,9 @@ class EngineSessions:
 
     def save(self, session: str, path: str | Path) -> Path:
         """Returns the folder of the new version."""
-        contents, retention = self._ask(lambda: self._worker.read_session(session))
-        description = session_description(
-            contents, self._own_fingerprint(), session=session, retention=retention
-        )
+        read = self._ask(lambda: self._worker.read_session(session))
+        contents = read()  # here, so that the worker goes on meanwhile
+        description = session_description(contents, self._own_fingerprint(), session=session)
         return save_session_files(Path(path), session_arrays(contents), description)
 
     def restore(self, path: str | Path, session: str | None) -> RestoreReport:

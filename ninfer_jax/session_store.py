@@ -71,14 +71,13 @@ def session_arrays(contents: ContextContents) -> dict[str, np.ndarray]:
 
 
 def session_description(
-    contents: ContextContents, fingerprint: Fingerprint, *, session: str | None, retention: str
+    contents: ContextContents, fingerprint: Fingerprint, *, session: str | None
 ) -> dict[str, Any]:
     """Returns everything else about a context as JSON values."""
     identity = contents.identity
     return {
         "fingerprint": asdict(fingerprint),
         "session": session,
-        "retention": retention,
         "mode": identity.mode,
         "rope_delta": identity.rope_delta,
         "media": [

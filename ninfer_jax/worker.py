@@ -77,8 +77,8 @@ class ProgramPort(TransitionPort, Protocol):
         """Ends the sequence, which keeps its whole reservation."""
         ...
 
-    def context_contents(self, owner: OwnerKey) -> ContextContents:
-        """Returns an inactive context, whole."""
+    def read_context(self, owner: OwnerKey) -> Callable[[], ContextContents]:
+        """Starts to read an inactive context, whole."""
         ...
 
     def adopt_context(
@@ -597,8 +597,8 @@ class Worker:
         """Returns the sessions that could be saved."""
         return self._manager.bound_sessions()
 
-    def read_session(self, session: str) -> tuple[ContextContents, str]:
-        """Returns the context of a session and its retention class; changes nothing (C-11).
+    def read_session(self, session: str) -> Callable[[], ContextContents]:
+        """Starts to read the context of a session, to be waited for in another thread (C-11).
 
         Raises:
             SessionError: NOT_FOUND, or BUSY while a request reads it or a transition is open (PER-04).
@@ -608,7 +608,7 @@ class Worker:
             raise SessionError(SessionErrorKind.NOT_FOUND, f"no finished context is bound to {session!r}")
         if self._transitions.is_open or owner in protected(self._manager.state):
             raise SessionError(SessionErrorKind.BUSY, f"{session!r} is in use; save it when that has ended")
-        return self._program.context_contents(owner), "live_session"
+        return self._program.read_context(owner)
 
     def adopt_session(self, contents: ContextContents, session: str | None, order: int) -> RestoreReport:
         """Restores a context as if it had just been published; found by its tokens, or by `session` too.

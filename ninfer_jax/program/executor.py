@@ -7,7 +7,7 @@ Letters: B rows of a step, T tokens of a chunk, W width of a block table, K = 20
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
@@ -99,12 +99,12 @@ class Mover(Protocol):
         """Copies one Device slot onto another."""
         ...
 
-    def read_pages(self, pages: Sequence[int]) -> np.ndarray:
-        """Returns [N, ...], the contents of Device pages."""
+    def read_pages(self, pages: Sequence[int]) -> Callable[[], np.ndarray]:
+        """Starts to read Device pages as they are now; the function, from any thread, gives [N, ...]."""
         ...
 
-    def read_host_pages(self, granules: Sequence[int]) -> np.ndarray:
-        """Returns [N, ...], the contents of Host pages."""
+    def read_host_pages(self, granules: Sequence[int]) -> Callable[[], np.ndarray]:
+        """Reads Host pages, as above."""
         ...
 
     def write_pages(self, contents: np.ndarray, pages: Sequence[int]) -> None:
@@ -115,12 +115,12 @@ class Mover(Protocol):
         """Writes [N, ...] into Host pages."""
         ...
 
-    def read_image(self, slot: int) -> list[np.ndarray]:
-        """Returns the leaves of a Device image."""
+    def read_image(self, slot: int) -> Callable[[], list[np.ndarray]]:
+        """Starts to read a Device image as it is now; the function, from any thread, gives its leaves."""
         ...
 
-    def read_host_image(self, host_slot: int) -> list[np.ndarray]:
-        """Returns the leaves of a Host image."""
+    def read_host_image(self, host_slot: int) -> Callable[[], list[np.ndarray]]:
+        """Reads a Host image, as above."""
         ...
 
     def write_image(self, leaves: Sequence[np.ndarray], slot: int) -> None:

@@ -256,13 +256,15 @@ class FakeExecutor:
         self._enter("copy")
         self._digests[destination], self._covered[destination] = self._digests[source], self._covered[source]
 
-    def read_pages(self, pages: Sequence[int]) -> np.ndarray:
-        """Returns int64[N, 64, 2]."""
-        return self._pages[list(pages)].copy()
+    def read_pages(self, pages: Sequence[int]) -> Callable[[], np.ndarray]:
+        """Reads int64[N, 64, 2]."""
+        contents = self._pages[list(pages)].copy()
+        return lambda: contents
 
-    def read_host_pages(self, granules: Sequence[int]) -> np.ndarray:
-        """Returns int64[N, 64, 2]."""
-        return self._host_pages[list(granules)].copy()
+    def read_host_pages(self, granules: Sequence[int]) -> Callable[[], np.ndarray]:
+        """Reads int64[N, 64, 2]."""
+        contents = self._host_pages[list(granules)].copy()
+        return lambda: contents
 
     def write_pages(self, contents: np.ndarray, pages: Sequence[int]) -> None:
         """Writes Device pages."""
@@ -273,13 +275,15 @@ class FakeExecutor:
         """Writes Host pages."""
         self._host_pages[list(granules)] = contents
 
-    def read_image(self, slot: int) -> list[np.ndarray]:
-        """Returns int64[2]: digest and tokens covered."""
-        return [np.array([self._digests[slot], self._covered[slot]], np.uint64).view(np.int64)]
+    def read_image(self, slot: int) -> Callable[[], list[np.ndarray]]:
+        """Reads int64[2]: digest and tokens covered."""
+        leaf = np.array([self._digests[slot], self._covered[slot]], np.uint64).view(np.int64)
+        return lambda: [leaf]
 
-    def read_host_image(self, host_slot: int) -> list[np.ndarray]:
-        """Returns int64[2]: digest and tokens covered."""
-        return [np.array(self._host_images[host_slot], np.uint64).view(np.int64)]
+    def read_host_image(self, host_slot: int) -> Callable[[], list[np.ndarray]]:
+        """Reads int64[2]: digest and tokens covered."""
+        leaf = np.array(self._host_images[host_slot], np.uint64).view(np.int64)
+        return lambda: [leaf]
 
     def write_image(self, leaves: Sequence[np.ndarray], slot: int) -> None:
         """Writes a Device image."""

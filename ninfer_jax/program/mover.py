@@ -208,17 +208,19 @@ class ModelMover:
         """Copies one Device slot onto another."""
         self._replace(self.programs.copy_image, np.array([source, destination], np.int32))
 
-    def read_pages(self, pages: Sequence[int]) -> np.ndarray:
-        """Returns [N, L, 2, Hkv, 64, D], the contents of Device pages."""
-        cache, parts = self._take_cache(), []
-        for start in range(0, len(pages), GROUP_PAGES):
-            packed = self._counter.watch(self.programs.pack, cache, _group(pages, start))
-            parts.append(np.asarray(packed)[: len(pages) - start])
-        return np.concatenate(parts)
+    def read_pages(self, pages: Sequence[int]) -> Callable[[], np.ndarray]:
+        """Starts to read Device pages; the function, from any thread, gives [N, L, 2, Hkv, 64, D]."""
+        cache, count = self._take_cache(), len(pages)
+        groups = [
+            self._counter.watch(self.programs.pack, cache, _group(pages, start))
+            for start in range(0, count, GROUP_PAGES)
+        ]
+        return lambda: np.concatenate([np.asarray(group) for group in groups])[:count]
 
-    def read_host_pages(self, granules: Sequence[int]) -> np.ndarray:
-        """Returns [N, L, 2, Hkv, 64, D], the contents of Host pages."""
-        return self.host.pages(granules, len(granules))
+    def read_host_pages(self, granules: Sequence[int]) -> Callable[[], np.ndarray]:
+        """Reads Host pages, as above."""
+        contents = self.host.pages(granules, len(granules))
+        return lambda: contents
 
     def write_pages(self, contents: np.ndarray, pages: Sequence[int]) -> None:
         """Writes the contents of Device pages."""
@@ -232,14 +234,15 @@ class ModelMover:
         """Writes the contents of Host pages."""
         self.host.put_pages(granules, contents)
 
-    def read_image(self, slot: int) -> list[np.ndarray]:
-        """Returns the leaves of a Device image."""
+    def read_image(self, slot: int) -> Callable[[], list[np.ndarray]]:
+        """Starts to read a Device image; the function, from any thread, gives its leaves."""
         leaves = self._counter.watch(self.programs.read_image, self._take_cache(), np.int32(slot))
-        return [np.asarray(leaf) for leaf in leaves]
+        return lambda: [np.asarray(leaf) for leaf in leaves]
 
-    def read_host_image(self, host_slot: int) -> list[np.ndarray]:
-        """Returns the leaves of a Host image."""
-        return self.host.image(host_slot)
+    def read_host_image(self, host_slot: int) -> Callable[[], list[np.ndarray]]:
+        """Reads a Host image, as above."""
+        leaves = self.host.image(host_slot)
+        return lambda: leaves
 
     def write_image(self, leaves: Sequence[np.ndarray], slot: int) -> None:
         """Writes a Device image."""

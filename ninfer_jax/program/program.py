@@ -622,15 +622,18 @@ class Program:
 
     # -- sessions --------------------------------------------------------------------------------------------
 
-    def context_contents(self, owner: OwnerKey) -> ContextContents:
-        """Returns an inactive context, whole; changes nothing (C-11).
+    def read_context(self, owner: OwnerKey) -> Callable[[], ContextContents]:
+        """Starts to read an inactive context whole; changes nothing (C-11).
+
+        Returns:
+            A function that waits for the bytes, from any thread, whatever happens to the context meanwhile.
 
         Raises:
             StaleHandleError: if it is gone.
             ContractError: if it is active, read by an active sequence, or a transition is open.
         """
         self._require_inactive(owner)
-        return self._resources.contents(owner.owner)
+        return self._resources.read_contents(owner.owner)
 
     def adopt_context(
         self, contents: ContextContents, *, max_long_anchors: int

@@ -576,8 +576,12 @@ class Resources:
 
     # -- sessions --------------------------------------------------------------------------------------------
 
-    def contents(self, owner: OwnerId) -> ContextContents:
-        """Returns an inactive context, whole; reading changes nothing (PER-02)."""
+    def read_contents(self, owner: OwnerId) -> Callable[[], ContextContents]:
+        """Starts to read an inactive context whole; reading changes nothing (PER-02).
+
+        Returns:
+            A function that waits for the bytes, from any thread, whatever happens to the context meanwhile.
+        """
         self._require_quiet()
         state, mover = self._state, self._mover
         known = self._identities.known(owner, int(state.owner_generation[owner]))
@@ -591,19 +595,18 @@ class Resources:
             else:
                 start = int(state.run_host_start[run])
                 pages.append(mover.read_host_pages(range(start, start + count)))
-        return ContextContents(
+        leaves = [
+            mover.read_image(int(state.image_device[image]))
+            if state.image_device[image] != NO_SLOT
+            else mover.read_host_image(int(state.image_host[image]))
+            for image in images
+        ]
+        return lambda: ContextContents(
             identity=prefix_of(known.identity, end),
             history=history_up_to(known.history, end),
             checkpoints=tuple(saved),
-            images=tuple(
-                tuple(
-                    mover.read_image(int(state.image_device[image]))
-                    if state.image_device[image] != NO_SLOT
-                    else mover.read_host_image(int(state.image_host[image]))
-                )
-                for image in images
-            ),
-            pages=np.concatenate(pages),
+            images=tuple(tuple(read()) for read in leaves),
+            pages=np.concatenate([read() for read in pages]),
         )
 
     def adopt_contents(

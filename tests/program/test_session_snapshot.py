@@ -88,7 +88,7 @@ def test_a_context_moves_to_another_program_with_every_checkpoint():  # PER-01
     summary, ledger = conversation(old)
     assert [c.frontier_tokens for c in summary.checkpoints] == [64, 100, 153]
     before, revision = old.occupancy(), old.resource_revision
-    contents = old.context_contents(summary.owner_key)
+    contents = old.read_context(summary.owner_key)()
     assert (old.occupancy(), old.resource_revision) == (before, revision)  # PER-02, REV-07
     new = program_of(num_pages=30, prefill_chunk_tokens=64, num_lanes=3)
     result, dropped = new.adopt_context(contents, max_long_anchors=2)
@@ -104,10 +104,10 @@ def test_a_context_moves_to_another_program_with_every_checkpoint():  # PER-01
 def test_restore_then_save_is_a_fixed_point():
     old = program_of()
     summary, _ = conversation(old)
-    first = old.context_contents(summary.owner_key)
+    first = old.read_context(summary.owner_key)()
     new = program_of()
     result, _ = new.adopt_context(first, max_long_anchors=2)
-    second = new.context_contents(result.owners[0].owner_key)
+    second = new.read_context(result.owners[0].owner_key)()
     assert second.checkpoints == first.checkpoints and second.history == first.history
     assert np.array_equal(second.pages, first.pages)
     assert all(
@@ -129,7 +129,7 @@ def test_a_smaller_program_keeps_the_endpoint_and_what_fits(settings, kept, why)
     old = program_of()
     summary, ledger = conversation(old)
     small = program_of(**settings)
-    result, dropped = small.adopt_context(old.context_contents(summary.owner_key), max_long_anchors=2)
+    result, dropped = small.adopt_context(old.read_context(summary.owner_key)(), max_long_anchors=2)
     small.check()
     assert [c.frontier_tokens for c in result.owners[0].checkpoints] == kept
     assert {d.reason for d in dropped} == ({why} if why else set())
@@ -139,7 +139,7 @@ def test_a_smaller_program_keeps_the_endpoint_and_what_fits(settings, kept, why)
 def test_pages_without_room_on_device_go_to_host_and_come_back():
     old = program_of()
     summary, ledger = conversation(old)
-    contents = old.context_contents(summary.owner_key)
+    contents = old.read_context(summary.owner_key)()
     new = program_of(num_lanes=2, num_pages=8, max_context_tokens=512)
     busy, _ = run(new, new.activate(work_of(list(range(60)) * 6, output=4)))  # fills 6 of the 8 pages
     result, _ = new.adopt_context(contents, max_long_anchors=2)
@@ -152,7 +152,7 @@ def test_pages_without_room_on_device_go_to_host_and_come_back():
 def test_a_context_without_any_room_is_refused_and_nothing_changes():
     old = program_of()
     summary, _ = conversation(old)
-    contents = old.context_contents(summary.owner_key)
+    contents = old.read_context(summary.owner_key)()
     tiny = program_of(num_pages=8, host_pages=0, max_context_tokens=512)
     run(tiny, tiny.activate(work_of(list(range(60)) * 6, output=4)))
     before, revision = tiny.occupancy(), tiny.resource_revision
@@ -166,7 +166,7 @@ def test_more_anchors_than_this_engine_keeps_are_dropped_with_the_reason():
     old = program_of()
     summary, _ = conversation(old)
     new = program_of()
-    result, dropped = new.adopt_context(old.context_contents(summary.owner_key), max_long_anchors=1)
+    result, dropped = new.adopt_context(old.read_context(summary.owner_key)(), max_long_anchors=1)
     assert [c.frontier_tokens for c in result.owners[0].checkpoints] == [100, 153]
     assert [(d.frontier_tokens, d.reason) for d in dropped] == [
         (64, "this engine keeps 1 long anchors in a continuation")
@@ -176,7 +176,7 @@ def test_more_anchors_than_this_engine_keeps_are_dropped_with_the_reason():
 def test_neither_save_nor_restore_while_somebody_is_in_the_way():  # PER-04, PER-05
     program = program_of(num_lanes=1)
     summary, _ = conversation(program)
-    contents = program.context_contents(summary.owner_key)
+    contents = program.read_context(summary.owner_key)()
     program.activate(work_of([1, 2, 3]))
     with pytest.raises(ContractError, match="idle lane"):
         program.adopt_context(contents, max_long_anchors=2)
