@@ -1,7 +1,7 @@
 """``ninfer-jax demo``: two conversations and a side request on a device too small for all of them.
 
 Owns the script and the page it prints: what was planned for each turn, what was reused, and whether a cold
-rerun gives the same bits. Everything else is the engine's public API.
+rerun gives the same bits. The restart at the end is `demo_restart`; everything else is public API.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ninfer_jax.cli.arguments import (
     print_json,
     sampling_from,
 )
+from ninfer_jax.cli.demo_restart import stop_and_go_on
 
 if TYPE_CHECKING:
     from ninfer_jax.engine import Engine
@@ -94,6 +95,9 @@ def run(args: argparse.Namespace) -> int:
         report = summarise(engine, turns, startup_s, time.perf_counter() - started)
         report["cold_equals_warm"] = {"is_equal": is_equal, "checked": check}
         memory = engine.describe()
+        report["after_restart"] = restart = stop_and_go_on(
+            engine, lambda: open_engine(args, **ENGINE_DEFAULTS), "Ana", opening_of(turns), sampling
+        )
     if args.json:
         print_json(report)
     else:
@@ -103,6 +107,13 @@ def run(args: argparse.Namespace) -> int:
             f"{report['talk_s']:.1f} s with the check."
         )
         print(textwrap.fill(check, LINE_WIDTH), end="\n\n")
+        print(
+            f"Ana's conversation was saved, the engine stopped; another was ready {restart['restart_s']} s "
+            f"later.\nAna:   {restart['user']}\nmodel: {restart['answer']}\n"
+            f"       [{restart['restored_checkpoints']} checkpoints restored; {restart['reused_tokens']} "
+            f"prompt tokens reused, {restart['computed_tokens']} computed]",
+            end="\n\n",
+        )
         print(memory)
     return 0 if is_equal else 1
 
@@ -126,6 +137,16 @@ def hold(engine: Engine, sampling: SamplingParams, turns: list[dict[str, Any]], 
             histories[name].append({"role": "assistant", "content": result.text})
         if number == SIDE_ROUND:
             take("Guest", SIDE_REQUEST.strip(), SIDE_REQUEST)
+
+
+def opening_of(turns: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """Returns Ana's conversation up to her second message, as messages."""
+    mine = [turn for turn in turns if turn["conversation"] == "Ana"][:2]
+    messages = []
+    for turn in mine:
+        messages.append({"role": "user", "content": turn["user"]})
+        messages.append({"role": "assistant", "content": turn["answer"]})
+    return messages[:-1]
 
 
 def plan_lines(explanation: str) -> list[str]:

@@ -190,6 +190,8 @@ def test_demo_shows_plans_reuse_and_the_cold_check(capsys):
     assert report["reused_tokens"] == report["stats"]["reused_tokens"] > 0
     assert report["stats"]["offloaded_bytes"] > 0  # it did not all fit
     assert report["cold_equals_warm"]["is_equal"] and "7 requests" in report["cold_equals_warm"]["checked"]
+    after = report["after_restart"]
+    assert after["restored_checkpoints"] == 3 and after["reused_tokens"] > 0
 
 
 def test_demo_prints_a_page_for_a_person(capsys):
