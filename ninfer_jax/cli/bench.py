@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ninfer_jax.cli import bench_model, bench_planner, bench_session
+from ninfer_jax.cli import bench_model, bench_planner, bench_reuse, bench_session
 
 
 def add_parser(verbs: argparse._SubParsersAction) -> None:
@@ -13,4 +13,5 @@ def add_parser(verbs: argparse._SubParsersAction) -> None:
     subjects = parser.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
     bench_model.add_parser(subjects)
     bench_planner.add_parser(subjects)
+    bench_reuse.add_parser(subjects)
     bench_session.add_parser(subjects)
