@@ -32,7 +32,7 @@ from ninfer_jax.planner.outcome import PlanOutcome
 from ninfer_jax.prepare import PreparedRequest, PromptOptions, prepare_request
 from ninfer_jax.progress import progress_bar
 from ninfer_jax.prompts import Messages, Prompt, is_messages, one_or_many
-from ninfer_jax.request import HintArguments, Request, RequestId
+from ninfer_jax.request import HintArguments, Request, RequestId, checked_session
 from ninfer_jax.request_log import RequestLog
 from ninfer_jax.results import Event, GenerationResult
 from ninfer_jax.sampling_params import SamplingParams
@@ -85,7 +85,12 @@ class Engine:
             log=None if parts.options.request_log is None else RequestLog(parts.options.request_log),
             trace=None if parts.options.trace_plans is None else PlanTrace(parts.options.trace_plans),
         )
-        self._sessions = EngineSessions(parts, self._worker, self._ask, self._numbers.__next__)
+        self._sessions = EngineSessions(
+            parts,
+            self._worker,
+            _asker_of(weakref.ref(self)),
+            self._numbers.__next__,
+        )
         self._thread: threading.Thread | None = None
         if threaded:
             self._thread = threading.Thread(target=self._worker.run, name="ninfer-jax worker", daemon=True)
@@ -362,8 +367,10 @@ class Engine:
             The folder of the new version inside.
         Raises:
             SessionError: NOT_FOUND, BUSY, or UNSUITABLE_PATH.
+            OptionError, EngineClosedError: as ``submit``.
         """
-        return self._sessions.save(session, path)
+        self._require_open()
+        return self._sessions.save(checked_session(session), path)
 
     def restore_session(self, path: str | Path, session: str | None = None) -> RestoreReport:
         """Restores a saved context; requests that begin with its tokens find it, others never.
@@ -375,8 +382,12 @@ class Engine:
             Which checkpoints are there again, and why the others are not.
         Raises:
             SessionError: saying what is wrong with the file, or that it does not fit; nothing was changed.
+            OptionError, EngineClosedError: as ``submit``; also if the cache is off.
         """
-        return self._sessions.restore(path, session)
+        self._require_open()
+        if not self._parts.options.cache.enabled:
+            raise OptionError("restore_session: this engine's cache is off, so it keeps no context (F-4)")
+        return self._sessions.restore(path, None if session is None else checked_session(session))
 
     def list_sessions(self, directory: str | Path) -> list[SessionFacts]:
         """Returns what a directory of saved sessions holds.
@@ -391,8 +402,10 @@ class Engine:
     def clear_cache(self) -> int:
         """Releases every inactive context that no running request reads, and says how many.
 
-        What running requests publish when they end is kept as ever.
+        What running requests publish when they end is kept as ever. A request that is just being moved to the
+        device is waited for.
         """
+        self._require_open()
         return self._ask(self._worker.clear_cache)
 
     # -- driving and ending ----------------------------------------------------------------------------------
@@ -409,12 +422,14 @@ class Engine:
         With ``session_dir`` the contexts that sessions are bound to are saved first.
         """
         directory = self._parts.options.session_dir
-        if directory is not None and not self._is_closing and self._worker.failure is None:
-            self._sessions.save_all(Path(directory))
-        with self._door:
-            self._is_closing = True
-        self._finalizer()
-        self._gate.wake()
+        try:
+            if directory is not None and not self._is_closing and self._worker.failure is None:
+                self._sessions.save_all(Path(directory))
+        finally:
+            with self._door:
+                self._is_closing = True
+            self._finalizer()
+            self._gate.wake()
 
     def __enter__(self) -> Engine:
         return self
@@ -532,11 +547,24 @@ class Engine:
             if is_running:
                 self._inbox.put(Ask(question, answers))
         if not is_running:
+            if self._thread is not None and self._thread is not threading.current_thread():
+                self._thread.join()  # it may still be stepping towards its end (Q-2)
             return question()
         is_answer, value = answers.get()
         if not is_answer:
             raise value
         return value
+
+
+def _asker_of(engine: weakref.ref[Engine]) -> Callable[[Callable[[], Any]], Any]:
+    """Returns `Engine._ask` without holding the engine: dropping it must free the device at once."""
+
+    def ask(question: Callable[[], Any]) -> Any:
+        found = engine()
+        assert found is not None, "only the engine's own methods ask"
+        return found._ask(question)
+
+    return ask
 
 
 def _facts(request: Request, made: PreparedRequest) -> RequestFacts:

@@ -1,7 +1,8 @@
 """Saved sessions of one engine: from the worker's hands to files and back (C-11).
 
-Owns the order of those steps, so that files are read and written in the caller's thread and the worker only
-copies; and the folder names of a session directory. What a file holds is `session_store`'s business.
+Owns the order of those steps, so that files are read and written in the caller's thread and the worker is
+held only to start a copy; and the folder names of a session directory. What a file holds is the business of
+`session_store`, places are the program's, names and bindings the manager's.
 """
 
 from __future__ import annotations
@@ -89,18 +90,20 @@ class EngineSessions:
         for session in self._ask(self._worker.bound_sessions):
             try:
                 paths.append(self.save(session, directory / folder_name(session)))
-            except SessionError as error:
+            except Exception as error:  # one that fails must keep neither the others nor the engine's end
                 logger.warning("session %r was not saved: %s", session, error)
         return paths
 
     def restore_all(self, directory: Path) -> list[RestoreReport]:
         """Restores every session of a directory; what is refused is logged and left on disk."""
         reports = []
-        for facts in list_saved_sessions(directory):
+        for path in sorted(directory.iterdir()):
             try:
-                reports.append(self.restore(facts.path, facts.session))
-            except SessionError as error:
-                logger.warning("session %r was not restored: %s", facts.session, error)
+                reports.append(self.restore(path, inspect_session(path).session))
+            except Exception as error:  # a bad file must not keep the engine from starting
+                is_other = isinstance(error, SessionError) and error.kind is SessionErrorKind.NOT_FOUND
+                if not is_other:
+                    logger.warning("%s was not restored: %s", path, error)
         return reports
 
     def _own_fingerprint(self) -> Fingerprint:

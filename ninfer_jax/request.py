@@ -126,6 +126,20 @@ class HintArguments(TypedDict, total=False):
     update_session_index: bool
 
 
+def checked_session(session: str) -> str:
+    """Returns a session key that requests may carry.
+
+    Raises:
+        OptionError: if it is no text of 1 to 256 bytes in UTF-8.
+    """
+    if not isinstance(session, str):
+        raise OptionError(f"session: got {type(session).__name__}, expected text or None")
+    size_bytes = len(session.encode("utf-8", "surrogatepass"))
+    if not 1 <= size_bytes <= MAX_SESSION_BYTES:
+        raise OptionError(f"session: got {size_bytes} bytes, expected 1..{MAX_SESSION_BYTES}")
+    return session
+
+
 def check_hint_names(hints: Mapping[str, object]) -> None:
     """Returns nothing when every name is a hint.
 
@@ -165,11 +179,7 @@ def make_request_hints(
         OptionError: naming the hint, what it got and what it expects.
     """
     if session is not None:
-        if not isinstance(session, str):
-            raise OptionError(f"session: got {type(session).__name__}, expected text or None")
-        size_bytes = len(session.encode("utf-8", "surrogatepass"))
-        if not 1 <= size_bytes <= MAX_SESSION_BYTES:
-            raise OptionError(f"session: got {size_bytes} bytes, expected 1..{MAX_SESSION_BYTES}")
+        checked_session(session)
     check_choice("cache", cache, get_args(CacheMode))
     if retention is None:
         retention = "recent_private" if session is None else "live_session"

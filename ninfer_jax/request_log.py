@@ -49,7 +49,7 @@ class RequestLog:
         try:
             self._file.write(json.dumps(line_of(job, end, now_ns, is_failure=is_failure)) + "\n")
             self._file.flush()  # a line is there when its answer is
-        except OSError:
+        except Exception:  # whatever it is, the request itself must come to its end
             logger.exception("the request log stops here")
             self.close()
 

@@ -1,8 +1,9 @@
 """Named arrays with a description, saved so that a kill leaves the old or the new, and damage is refused.
 
 Owns the folder of one saved session and every check of its bytes. It does not know what the arrays mean:
-`program.session_snapshot` does. Arrays go through orbax; orbax notices truncation but no flipped bit, and its
-overwrite deletes before it writes, so names, checksums and the switch from old to new are our own.
+`session_store` does. Arrays go through orbax; orbax notices truncation but no flipped bit, and its overwrite
+deletes before it writes, so names, checksums and the switch from old to new are our own. One process saves
+into a folder at a time.
 
     SESSION/                    one saved session
         CURRENT                 which version counts, and the digest of its description; replaced atomically
@@ -34,6 +35,9 @@ FORMAT: Final = "ninfer-jax-session"
 FORMAT_VERSION: Final = 1
 _CURRENT: Final = "CURRENT"
 _VERSION_NAME: Final = re.compile(r"v(\d{6})")
+_OURS: Final = re.compile(
+    r"v\d{6}(\.orbax-checkpoint-tmp.*)?|\.CURRENT\.\d+"
+)  # all that a save may leave behind
 _MAX_POINTER_BYTES: Final = 4096
 _MAX_ARRAYS: Final = 256
 _DTYPES: Final = ("bool", "int8", "int32", "int64", "float32", "bfloat16")
@@ -77,12 +81,7 @@ def save_session_files(
     """
     from orbax.checkpoint import v1 as ocp
 
-    _refuse_links(folder)
-    if folder.exists() and not _is_session_folder(folder):
-        raise SessionError(
-            SessionErrorKind.UNSUITABLE_PATH,
-            f"{folder} exists and is no saved session; give a new or empty folder",
-        )
+    check_session_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     clean_leftovers(folder)
     numbers = [int(match[1]) for match in map(_VERSION_NAME.fullmatch, os.listdir(folder)) if match]
@@ -102,6 +101,20 @@ def save_session_files(
     _sync_folder(folder)
     clean_leftovers(folder)
     return folder / name
+
+
+def check_session_folder(folder: Path) -> None:
+    """Returns nothing if a session can be saved there: a new folder, an empty one, or an earlier save's.
+
+    Raises:
+        SessionError: UNSUITABLE_PATH.
+    """
+    if folder.exists() and not _is_session_folder(folder):
+        raise SessionError(
+            SessionErrorKind.UNSUITABLE_PATH,
+            f"{folder} exists and is no saved session; give a new or empty folder",
+        )
+    _refuse_links(folder)
 
 
 def open_session_files(folder: Path) -> SavedSession:
@@ -205,8 +218,8 @@ def clean_leftovers(folder: Path) -> list[str]:
             return []  # a damaged pointer: somebody may still want to look at the versions
     gone = []
     for entry in sorted(os.listdir(folder)):
-        is_version = _VERSION_NAME.match(entry) is not None and entry != keep
-        if is_version or (entry.startswith(f".{_CURRENT}.") and entry != f".{_CURRENT}.{os.getpid()}"):
+        is_ours = _OURS.fullmatch(entry) is not None and entry != keep
+        if is_ours and entry != f".{_CURRENT}.{os.getpid()}":
             path = folder / entry
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
@@ -241,7 +254,7 @@ def _is_session_folder(folder: Path) -> bool:
     if not folder.is_dir():
         return False
     names = (n for n in os.listdir(folder) if n != _CURRENT)
-    return all(_VERSION_NAME.match(n) or n.startswith(f".{_CURRENT}.") for n in names)
+    return all(_OURS.fullmatch(n) for n in names)
 
 
 def _refuse_links(path: Path) -> None:

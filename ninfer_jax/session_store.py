@@ -25,9 +25,9 @@ class Fingerprint:
     """What must be equal for a saved state to mean the same here.
 
     Attributes:
-        model: digest of the geometry; weights: of the values.
+        model: digest of the geometry; weights: of a sample of every weight's values.
         tokenizer, template: digests of the files that made the tokens.
-        page: shape and dtype of one packed page; image: of one state image.
+        page, image: bytes of one packed page and of one state image; `model` and `dtype` give their layout.
     """
 
     model: str

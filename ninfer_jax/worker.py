@@ -19,6 +19,7 @@ from ninfer_jax.counters import Counters
 from ninfer_jax.errors import (
     ContractError,
     InvariantError,
+    NinferError,
     RequestError,
     RequestErrorKind,
     SessionError,
@@ -143,6 +144,7 @@ class Worker:
         self._mail: deque[Message] = deque()
         self._running_deadlines: dict[RequestId, int] = {}
         self._trying: Job | None = None  # the request that is being planned and started
+        self._stale: RequestId | None = None  # whose last plan was refused as stale
         self._settling: deque[Job] = deque()  # have ended, but a transition is open (TX-09)
         self._boundary_ns = 0  # when this boundary began: planning shares one allowance (G-10)
         self._faults_in_a_row = 0
@@ -239,8 +241,10 @@ class Worker:
         elif isinstance(message, Ask):
             try:
                 message.answers.put((True, message.question()))
-            except Exception as mistake:  # belongs to whoever asked
+            except Exception as mistake:
                 message.answers.put((False, mistake))
+                if isinstance(mistake, InvariantError) or not isinstance(mistake, NinferError):
+                    raise  # not only the asker's: something of the engine broke (Q-7)
         elif isinstance(message, Close):
             self._close()
 
@@ -307,12 +311,17 @@ class Worker:
                 if job.request.deadline_ns is not None:
                     self._running_deadlines[job.request_id] = job.request.deadline_ns
                 self._carry_transition(now_ns)
+            elif self._stale == job.request_id:
+                raise InvariantError(f"request {job.request_id}: two fresh plans in a row were called stale")
+            else:
+                self._stale = job.request_id  # it is planned once more (TX-01)
+                return
         elif verdict is AdmissionVerdict.KEEP_WAITING:
             self._counters.blocked_assessments += 1
             self._scheduler.block(job.request_id, self._program.resource_revision)
         else:
             self._reject(job, verdict)
-        self._trying = None
+        self._trying = self._stale = None
 
     def _allowance_ns(self) -> int:
         return ALONE_ALLOWANCE_NS if not self._scheduler.runnable else SHARED_ALLOWANCE_NS
@@ -389,7 +398,7 @@ class Worker:
         if pending is not None:
             job.move_to(RequestState.DECODE_READY)
             self._settle(pending, (job,))
-        if job.sequence is not None:  # it has not ended with its first token
+        if job.sequence is not None and job.state is not RequestState.TERMINAL_PENDING:
             others = self._scheduler.runnable - 1
             self._transitions.capture(job, job.sequence, runnable_requests=others)
         self._counters.prefill_chunks += 1
@@ -587,7 +596,7 @@ class Worker:
         """Returns the plan that a request would get now; changes nothing."""
         admission = self._manager.plan(
             facts,
-            allowance_ns=ALONE_ALLOWANCE_NS,
+            allowance_ns=self._allowance_ns(),
             runnable_requests=self._scheduler.runnable,
             clock=self._clock,
         )
@@ -639,8 +648,9 @@ class Worker:
 
     def clear_cache(self) -> int:
         """Releases every inactive context that nobody reads; how many."""
-        if self._transitions.is_open:
-            raise ContractError("a request is being materialised; ask again when it runs")
+        while self._transitions.is_open:  # a matter of milliseconds
+            self._transitions.wait()
+            self._carry_transition(self._clock())
         state = self._manager.state
         held = protected(state)
         owners = [entry.summary.owner_key for _, entry in entries(state.catalog)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ninfer_jax.cli.arguments import (
@@ -94,23 +95,31 @@ def _erase(args: argparse.Namespace) -> int:
 
 
 def _save(args: argparse.Namespace) -> int:
-    sampling = sampling_from(args)
+    from ninfer_jax.session_files import check_session_folder
+
+    # everything that can be refused is, before an engine is started
+    sampling, conversation = sampling_from(args), _conversation(args.message)
+    check_session_folder(Path(args.path))
     with open_engine(args) as engine:
-        answer = engine.chat(_conversation(args.message), session=args.session, sampling=sampling)
+        answer = engine.chat(conversation, session=args.session, sampling=sampling)
+        if not args.json:
+            print(answer.text, flush=True)
         folder = engine.save_session(args.session, args.path)
-    report = {"text": answer.text, "saved": str(folder), "tokens": answer.usage.total_tokens}
     if args.json:
-        print_json(report)
+        print_json({"text": answer.text, "saved": str(folder), "tokens": answer.usage.total_tokens})
     else:
-        print(f"{answer.text}\n\nsaved in {folder}")
+        print(f"\nsaved in {folder}")
     return 0
 
 
 def _restore(args: argparse.Namespace) -> int:
-    sampling = sampling_from(args)
+    from ninfer_jax.engine_sessions import inspect_session
+
+    sampling, conversation = sampling_from(args), _conversation(args.message)
+    inspect_session(args.path)
     with open_engine(args) as engine:
         restored = engine.restore_session(args.path, session=args.session)
-        answer = engine.chat(_conversation(args.message), session=args.session, sampling=sampling)
+        answer = engine.chat(conversation, session=args.session, sampling=sampling)
     usage = answer.usage
     if args.json:
         print_json(

@@ -327,8 +327,8 @@ class ModelExecutor:
     def weights_digest(self) -> str:
         """Returns a digest of up to 4,096 values of every weight, spread evenly over it.
 
-        Another revision of a model differs nearly everywhere, so a sample tells it apart, and reading all of
-        a large model back from the device would take seconds.
+        Another revision of a model differs nearly everywhere, so a sample tells it apart. An accelerator's
+        weights are read back once for it.
         """
         digest = blake2b(digest_size=16)
         for array in self._weights.arrays:
