@@ -35,8 +35,8 @@ LoadFormat = Literal["auto", "dummy"]
 class ContextCacheOptions:
     """What inactive context an engine may keep. None means the default that ``resolve`` fills in.
 
-    The last three are recorded now and take effect with the parts they steer; without them nothing is
-    weaker: a reservation is never smaller than A-1 asks.
+    ``endpoint_anchors`` and ``kv_lease_growth`` are recorded now and take effect with the parts they steer;
+    without them nothing is weaker: a reservation is never smaller than A-1 asks.
 
     Args:
         enabled: False keeps nothing: every request starts from root (F-4).

@@ -86,13 +86,11 @@ def _option_lines(options: ResolvedOptions, prefill_chunk_tokens: int) -> list[s
     ]
     if not cache.enabled:
         return [*lines, "reuse      off: every request starts from root"]
-    switches = [
-        name for name in ("endpoint_anchors", "recency_eviction", "kv_lease_growth") if getattr(cache, name)
-    ]
+    recency = ", eviction by recency" if cache.recency_eviction else ""
     return [
         *lines,
         f"reuse      {cache.max_private_continuations} private continuations with "
-        f"{cache.max_long_anchors_per_continuation} anchors each, {cache.max_shared_prefixes} shared; "
-        f"{', '.join(switches) or 'no switches'}",
+        f"{cache.max_long_anchors_per_continuation} anchors each, {cache.max_shared_prefixes} shared"
+        f"{recency}",
         f"states     {options.total_device_state_slots} on the device, {cache.host_state_slots} on the host",
     ]
