@@ -85,6 +85,7 @@ def change_pointer(folder: Path, **changes: str) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     ("damage", "kind"),
     [
@@ -170,10 +171,16 @@ def fuzz(saved: Path, tmp_path: Path, rounds: int, seed: int) -> None:
     assert num_refused > rounds // 3
 
 
+# orbax leaves tasks behind when a folder turns out to be damaged; they complain when they are collected
+FORGOTTEN_TASKS = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@FORGOTTEN_TASKS
 def test_random_damage_never_answers(saved, tmp_path):
     fuzz(saved, tmp_path, rounds=40, seed=0)
 
 
+@FORGOTTEN_TASKS
 @pytest.mark.slow
 def test_two_thousand_random_damages_never_answer(saved, tmp_path):  # issue 6 item 3
     fuzz(saved, tmp_path, rounds=2000, seed=1)

@@ -117,7 +117,8 @@ def make_machine(kit, clock):
             program, scheduler = self.engine._parts.program, self.engine._worker._scheduler
             program.check()
             occupancy = program.occupancy()
-            assert occupancy["lanes"] == occupancy["state_slots"] == scheduler.num_active <= LANES
+            assert occupancy["lanes"] == scheduler.num_active <= LANES
+            assert occupancy["state_slots"] >= occupancy["lanes"]  # the rest is kept for later requests
             assert occupancy["main_pages"] <= PAGES
             assert occupancy["open_batches"] == 0  # every batch is consumed within its boundary
             assert self.engine._worker.failure is None
@@ -135,7 +136,7 @@ def make_machine(kit, clock):
             kit.drain(self.engine)
             assert all(known.handle.done() for known in self.known)
             self.known.clear()
-            gc.collect(0)
+            gc.collect()  # what was drawn sits in frames that only a full collection frees
             kit.drain(self.engine)
             stats = self.engine.stats()
             assert stats["outstanding"] == 0
