@@ -47,7 +47,9 @@ def test_every_kind_starts_from_where_it_says(capsys, monkeypatch):
     assert row["restored_bytes"] > 0
     assert report["planning"]["admissions"] >= 5
     assert 0 < report["planning"]["p50_ms"] <= report["planning"]["p99_ms"]
-    assert set(report["decode"]) == {"plain_ms", "copying_ms", "copying_steps", "ratio"}
+    assert set(report["decode"]) == {
+        "plain_ms", "copying_ms", "copying_steps", "ratio", "starting_ms", "offloads"
+    }  # fmt: skip
     assert report["compilations_after_warmup"] == 0
 
 
