@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -167,6 +170,18 @@ def kit(byte_tokenizer, monkeypatch):
     yield made
     for engine in made.opened:
         engine.close()
+
+
+@pytest.fixture(scope="session")
+def lab() -> ModuleType:
+    """The module `reuse_lab`: engines that reuse context, and a watch over every transition."""
+    name = "ninfer_tests_engine_reuse_lab"
+    if name not in sys.modules:  # under importlib mode a test file cannot import its neighbours
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("reuse_lab.py"))
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
 
 
 @pytest.fixture
