@@ -1,9 +1,9 @@
 """A random life of an engine that reuses context: the 17 invariants after every boundary (requirements 17).
 
-``Watch`` names each of them where it checks it. 1 order; 2 one authority each; 3 occupancy; 4 post-state;
-5 stages; 6 hits; 7 immutability; 8 reservations; 9 one transition; 10 stale plans; 11 adoption; 12 fallback;
-13 a plan that was chosen starts; 14 session order; 15 a failed capture is a skip; 16 shared gain; 17 no
-reservation by choice. Every answer is that of a solo run, whatever it started from.
+``Watch`` names each of them where it checks it. 1 order; 2 one authority each; 3 occupancy; 4 joint
+post-state; 5 stages; 6 hits; 7 immutability; 8 reservations; 9 one transition; 10 stale plans; 11 adoption;
+12 fallback; 13 a plan that was chosen starts; 14 session order; 15 a failed capture is a skip; 16 shared
+gain; 17 no reservation by choice. Every answer is that of a solo run, whatever it started from.
 """
 
 from __future__ import annotations
