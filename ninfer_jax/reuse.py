@@ -105,9 +105,10 @@ def zero_stage_result(
     revision: int,
     owners: Sequence[OwnerSummary] = (),
     *,
+    name: str = "",
     deleted: Sequence[CheckpointRef] = (),
     evicted: Sequence[OwnerId] = (),
 ) -> TransitionResult:
     """Returns the result of a transition without stages: a private capture, a finish, a release (X-1)."""
-    outcome = Committed("", Revision(revision), None, tuple(deleted), tuple(evicted))
+    outcome = Committed(name, Revision(revision), None, tuple(deleted), tuple(evicted))
     return TransitionResult(outcome, None, tuple(owners))

@@ -28,11 +28,6 @@ from ninfer_jax.reuse import OwnerKey, TransitionResult
 class TransitionPort(PlanningPort, Protocol):
     """What carrying transitions needs from the program, beyond planning."""
 
-    @property
-    def has_open_transition(self) -> bool:
-        """Whether the one transition is running."""
-        ...
-
     def start(self, plan: ResourcePlan, problem: object, target: object, work: RequestWork) -> None:
         """Opens a materialisation."""
         ...
@@ -114,7 +109,6 @@ class Transitions:
         self._manager = manager
         self._clock = clock
         self._open: _Open | None = None
-        self.num_plans = 0
 
     @property
     def is_open(self) -> bool:
@@ -137,7 +131,6 @@ class Transitions:
             allowance_ns: optional planning time that this boundary has left (G-10).
             runnable_requests: others that wait meanwhile.
         """
-        self.num_plans += 1
         return self._manager.plan(
             job.facts, allowance_ns=allowance_ns, runnable_requests=runnable_requests, clock=self._clock
         )

@@ -16,7 +16,7 @@ from ninfer_jax.identity import Evidence
 from ninfer_jax.planner.ids import CheckpointKind, OwnerKind
 from ninfer_jax.planner.portfolio import Retention
 from ninfer_jax.request import RequestId
-from ninfer_jax.reuse import CheckpointSummary, OwnerKey, OwnerSummary
+from ninfer_jax.reuse import OwnerKey, OwnerSummary
 
 NO_EVIDENCE = Evidence(0)
 HitKey: TypeAlias = tuple[CheckpointKind, int]  # kind and ordinal: what survives republication
@@ -181,8 +181,3 @@ def summarised(entry: Entry, summary: OwnerSummary) -> Entry:
     kept = {(c.ref.kind, c.ref.ordinal) for c in summary.checkpoints}
     hits = {k: v for k, v in entry.hits.items() if k in kept}
     return replace(entry, summary=summary, hits=hits)
-
-
-def checkpoint_of(entry: Entry, hit: HitKey) -> CheckpointSummary | None:
-    """Returns the entry's checkpoint of that kind and ordinal, or None."""
-    return next((c for c in entry.summary.checkpoints if (c.ref.kind, c.ref.ordinal) == hit), None)

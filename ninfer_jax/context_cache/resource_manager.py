@@ -300,8 +300,7 @@ class ResourceManager:
 
     def session_owner(self, session: str) -> OwnerKey | None:
         """Returns the owner that a session is bound to, or None."""
-        binding = self._state.sessions.bindings.get(session)
-        return None if binding is None or binding.claim is not None else binding.owner
+        return self._state.sessions.bound(session)
 
     def bound_sessions(self) -> tuple[str, ...]:
         """Returns the sessions that are bound to a catalogued owner."""

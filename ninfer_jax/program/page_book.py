@@ -26,11 +26,6 @@ class PageBook:
         """Pages that nobody holds and nobody was promised."""
         return len(self._free)
 
-    @property
-    def num_named(self) -> int:
-        """Pages that hold tokens."""
-        return len(self._page_of)
-
     def take(self, count: int) -> list[int]:
         """Returns page ids that are now promised to the caller.
 

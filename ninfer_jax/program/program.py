@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -26,7 +25,7 @@ from ninfer_jax.planner.candidate import RequestWork as PlannedWork
 from ninfer_jax.planner.capacity import make_capacity
 from ninfer_jax.planner.extents import Blocked
 from ninfer_jax.planner.ids import CheckpointKind, CheckpointRef, OwnerId, OwnerKind, Revision, Tier
-from ninfer_jax.planner.plan import Aborted, Committed, Readiness, ResourcePlan
+from ninfer_jax.planner.plan import Aborted, Readiness, ResourcePlan
 from ninfer_jax.planner.post_state import Activation
 from ninfer_jax.planner.problem import Problem, identity_targets, make_problem
 from ninfer_jax.planner.readiness import gate
@@ -47,7 +46,14 @@ from ninfer_jax.program.sequence import Sequence, SequenceFacts, SequencePhase, 
 from ninfer_jax.program.session_snapshot import ContextContents, Dropped
 from ninfer_jax.program.slots import SlotPool
 from ninfer_jax.request import AdmissionStatus, SequenceHandle
-from ninfer_jax.reuse import ROOT_CHOICE, OwnerKey, OwnerSummary, SourceChoice, TransitionResult
+from ninfer_jax.reuse import (
+    ROOT_CHOICE,
+    OwnerKey,
+    OwnerSummary,
+    SourceChoice,
+    TransitionResult,
+    zero_stage_result,
+)
 
 _STATUS = {
     Readiness.PERMANENTLY_INFEASIBLE: AdmissionStatus.PERMANENTLY_INFEASIBLE,
@@ -570,11 +576,11 @@ class Program:
         self._close_sequence(sequence)
         return self._stable("finish", sequence.owner)
 
-    def _stable(self, what: str, *owners: OwnerId, evicted: tuple[OwnerId, ...] = ()) -> TransitionResult:
+    def _stable(self, what: str, *owners: OwnerId) -> TransitionResult:
         """Returns the result of a transition without stages (X-1, TX-14)."""
-        revision = Revision(self._resources.revision)
-        outcome = Committed(f"{what} at {revision}", revision, None, (), evicted)
-        return TransitionResult(outcome, None, tuple(self._resources.summary(owner) for owner in owners))
+        revision = self._resources.revision
+        summaries = [self._resources.summary(owner) for owner in owners]
+        return zero_stage_result(revision, summaries, name=f"{what} at {revision}")
 
     def discard(self, handle: SequenceHandle) -> None:
         """Releases everything a terminated sequence holds; its handle is stale from here on.
@@ -608,9 +614,10 @@ class Program:
         self._require_inactive(owner)
         deleted = tuple(sorted(self._resources.summary(owner.owner).refs))
         self._resources.release(owner.owner)
-        result = self._stable("release", evicted=(owner.owner,))
-        assert isinstance(result.outcome, Committed)
-        return replace(result, outcome=replace(result.outcome, deleted=deleted))
+        revision = self._resources.revision
+        return zero_stage_result(
+            revision, name=f"release at {revision}", deleted=deleted, evicted=(owner.owner,)
+        )
 
     def _require_inactive(self, owner: OwnerKey) -> None:
         self._require_open()
